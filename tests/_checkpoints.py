@@ -26,10 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_fsdp_tools import FSDPToolsError, build_meta_model, load_weights
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import FSDPToolsError
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.shrink import shrink
 from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
@@ -147,9 +145,8 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 131)}
     backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
-    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens, padding_side="left")
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -253,11 +250,9 @@ def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
     return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
 
 
-def _per_channel(
-    key: str, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16, is_int: bool = False
-) -> Tensors:
+def _per_channel(key: str, weight: torch.Tensor, *, is_int: bool = False) -> Tensors:
     """8 bits with a scale per row, as compressed-tensors stores them; and a scale of activations."""
-    scales = (weight.float().abs().amax(1, keepdim=True) / (127 if is_int else 448)).to(dtype)
+    scales = (weight.float().abs().amax(1, keepdim=True) / (127 if is_int else 448)).bfloat16()
     values = weight.float() / scales.float()
     values = values.round().clamp(-128, 127).to(torch.int8) if is_int else values.to(torch.float8_e4m3fn)
     module = key.removesuffix("weight")
@@ -348,7 +343,10 @@ def gpt_oss(experts: int = 5) -> PreTrainedModel:
     return hf.GptOssForCausalLM(config)
 
 
-def _qwen3_of_whole_blocks() -> PreTrainedModel:
+WHOLE = (128, 128)
+
+
+def _qwen3_large() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_key_value_heads": 4}
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=96))
 
@@ -368,19 +366,17 @@ def _compressed(strategy: str, kind: str = "float") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
+def _in_groups(format: str, **weights: Any) -> dict[str, Any]:
     given = {"num_bits": 4, "group_size": 16, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": given | weights}
     return _compressed("group") | {"format": format, "config_groups": {"group_0": group}}
 
 
+_IN_WORDS = partial(_in_groups, "pack-quantized", type="int", strategy="group")
+
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (partial(_tied, _EVEN), _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
-    "fp8 of 128 x 128": (
-        _qwen3_of_whole_blocks,
-        partial(_fp8, block=(128, 128)),
-        _FP8_CONFIG | {"weight_block_size": [128, 128]},
-    ),
+    "fp8 of 128 x 128": (_qwen3_large, partial(_fp8, block=WHOLE), _FP8_CONFIG | {"weight_block_size": [*WHOLE]}),
     "fp8 and fp4 experts": (partial(_deepseek_v3, 80, 32), _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8 experts": (_even_mixtral, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "mxfp4": (gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
@@ -388,20 +384,12 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
     "compressed int8": (_even_llama, partial(_per_channel, is_int=True), _compressed("channel", "int")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
-    "compressed int4": (
-        _even_llama,
-        partial(_packed, is_symmetric=False),
-        _compressed_packed("pack-quantized", type="int", strategy="group", symmetric=False),
-    ),
-    "compressed int4 experts": (
-        _even_mixtral,
-        partial(_packed, is_symmetric=True),
-        _compressed_packed("pack-quantized", type="int", strategy="group"),
-    ),
+    "compressed int4": (_even_llama, partial(_packed, is_symmetric=False), _IN_WORDS(symmetric=False)),
+    "compressed int4 experts": (_even_mixtral, partial(_packed, is_symmetric=True), _IN_WORDS()),
     "compressed nvfp4": (
         _even_llama,
         _nvfp4,
-        _compressed_packed("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
+        _in_groups("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
     ),
     "gptq": (_even_llama, _gptq, _GPTQ | {"checkpoint_format": "gptq"}),
     "gptq experts": (_even_qwen3_moe, partial(_gptq, is_v2=True), _GPTQ | {"checkpoint_format": "gptq_v2"}),
@@ -479,9 +467,7 @@ def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> 
 # ---- sharded models ----
 
 
-def sharded_meta_model(
-    kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any
-) -> PreTrainedModel:
+def sharded_meta_model(kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any) -> Any:
     """The kind's model on meta, every member of a ModuleList a unit, then the root."""
     model = build_meta_model(folder, auto_class=type(make_model(kind)), dtype=dtype)
     for module in reversed([m for m in model.modules() if isinstance(m, nn.ModuleList)]):  # inner lists first

@@ -103,11 +103,8 @@ class Engine:
         meta = iter(self.source.metadata)
         for name, tensor in self.source.iter_full():
             expected = next(meta)
-            assert self.rank == 0 and (name, tensor.dtype, tuple(tensor.shape)) == (
-                expected.name,
-                expected.dtype,
-                expected.shape,
-            )
+            assert self.rank == 0 and name == expected.name
+            assert (tensor.dtype, tuple(tensor.shape)) == (expected.dtype, expected.shape)
             self.server.take(name, tensor)
         assert self.rank != 0 or next(meta, None) is None
 

@@ -12,7 +12,10 @@ from typing import Any
 from hf_fsdp_tools import testing
 from hf_fsdp_tools.testing import LIMIT_S, num_gpus, run_cases, run_ranks
 
-__all__ = ["LIMIT_S", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
+__all__ = [
+    "LIMIT_S", "fake_ranks", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases",
+    "run_ranks",
+]  # fmt: skip
 
 # The fork server imports these once; the Trainer alone, which imports pandas and datasets, takes 0.6 s. Where GPUs are,
 # the second list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds
@@ -45,6 +48,14 @@ def free_port(address: str) -> int:
             free.bind((address, port))
             return port
     raise OSError(f"no free port for {address}")
+
+
+def fake_ranks(world_size: int = 8, rank: int = 0) -> None:
+    """Let this process be one of so many ranks, of which the others only seem to be there, until the test ends."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:

@@ -146,11 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not (folder / file).is_file():
             return self._refuse(404, "EntryNotFound", {"X-Repo-Commit": commit})
         content = (folder / file).read_bytes()
-        headers = {
-            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
+        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"ETag": tag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         mood, times = self.server.moods.get(name, ("", 0))
         if not file.endswith(".safetensors") or self.server.requests[self.command, name, file] > times:
             mood = ""

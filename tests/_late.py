@@ -120,9 +120,7 @@ class Machine:
         count = int(np.prod(shape)) * dtype.itemsize
         return self._allocate(count, on_device=True, freed=lambda memory: None).view(dtype).reshape(shape)
 
-    def _allocate(
-        self, num_bytes: int, *, on_device: bool, freed: Callable[[np.ndarray[Any, Any]], object]
-    ) -> torch.Tensor:
+    def _allocate(self, num_bytes: int, *, on_device: bool, freed: Callable[..., object]) -> torch.Tensor:
         memory = np.full(max(1, num_bytes), POISON, dtype=np.uint8)
         handle = memory[:]  # dies with the tensor; what is queued holds `memory`
         address = memory.ctypes.data
@@ -145,9 +143,8 @@ class Machine:
 
     def scratch(self, num_bytes: int, stream: Stream) -> torch.Tensor:
         """Device memory that is given to somebody else once `stream` has done what was queued when it is freed."""
-        return self._allocate(
-            num_bytes, on_device=True, freed=lambda memory: stream.add(lambda: memory.fill(POISON), late_s=0)
-        )
+        freed = lambda memory: stream.add(lambda: memory.fill(POISON), late_s=0)  # noqa: E731
+        return self._allocate(num_bytes, on_device=True, freed=freed)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._on_device

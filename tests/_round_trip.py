@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.loading.conversion import get_model_conversion_mapping
-from tests._checkpoints import stored_tensors
+from tests._checkpoints import bits, stored_tensors
 
 OLDER = {  # what checkpoints of the hub call what transformers has renamed since, in all architectures
     "LayerNorm.weight": "LayerNorm.gamma",
@@ -88,7 +88,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     for key in sorted(a.keys() & b.keys()):
         if (a[key].dtype, a[key].shape) != (b[key].dtype, b[key].shape):
             found.append(f"{key}: {a[key].dtype} {list(a[key].shape)}, not {b[key].dtype} {list(b[key].shape)}")
-        elif not torch.equal(_bits(a[key]), _bits(b[key])):
+        elif not torch.equal(bits(a[key]), bits(b[key])):
             found.append(f"{key}: other values")
     for name in ("config.json", "generation_config.json"):
         one, other = (_config(folder / name) for folder in (ours, theirs))
@@ -105,10 +105,6 @@ def _without_older(ours: Any, theirs: Any) -> Any:
         return ours
     kept = ours.keys() - (OLDER_KEYS - theirs.keys())
     return {key: _without_older(value, theirs.get(key)) for key, value in ours.items() if key in kept}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
@@ -108,26 +108,3 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     """The largest difference between two models' weights, which have the same names."""
     assert found.keys() == expected.keys()
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
-
-
-# ---- a model with a parameter of no dimension ----
-
-
-def tiny_clip() -> CLIPModel:
-    """CLIP, in evaluation mode; its `logit_scale` is a scalar."""
-    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config=tower | {"vocab_size": 31, "max_position_embeddings": 12, "eos_token_id": 2},
-        vision_config=tower | {"image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    torch.manual_seed(0)
-    return CLIPModel(config).eval()
-
-
-def clip_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    """The loss of two random pairs of text and image."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 31, (2, 6), generator=generator)
-    pixels = torch.randn(2, 3, 8, 8, generator=generator)
-    return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss

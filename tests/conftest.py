@@ -1,8 +1,9 @@
 """Tests see no GPU, unless they run ranks on one (`run_ranks(…, device="cuda")`): they pass alike with and without
-GPUs. Checkpoints that are read alone are made once. No test leaves a process group, variables of the environment, or
-silence, to the next."""
+GPUs. Checkpoints that are read alone are made once. No test leaves a process group, Accelerate's state, variables of
+the environment, or silence, to the next."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,8 @@ for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this mach
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--durations-to", metavar="FILE", help="write the CPU seconds of each file, for tests/durations.json"
-    )
+    said = "write the CPU seconds of each file, for tests/durations.json"
+    parser.addoption("--durations-to", metavar="FILE", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,6 +75,10 @@ def as_found() -> Iterator[None]:
         yield
     if dist.is_initialized() and not had_group:
         dist.destroy_process_group()
+    if "accelerate.state" in sys.modules:
+        from tests._training import forget_accelerate
+
+        forget_accelerate()
     transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
 

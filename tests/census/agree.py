@@ -13,37 +13,28 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_fsdp_tools.proof.compare import (
-    Case,
-    Figures,
-    evaluate,
-    examine,
-    forward,
-    load_sharded,
-    loss_of,
-    outputs_of,
-    worst,
-)
+from hf_fsdp_tools.proof import compare
+from hf_fsdp_tools.proof.compare import Case, Figures, evaluate, forward
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.sharding.sharding import sharding_of
 
 
 def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
     """Outcome and largest difference of each check, and units gathered, on this rank; every rank must call."""
-    model = load_sharded(case, precision)
+    model = compare.load_sharded(case, precision)
     row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
-    seen = examine(case, model, precision, plain, exact)
+    seen = compare.examine(case, model, precision, plain, exact)
     seen.pop("module")
     gathered, batch = Gathered(), case.batches_of("rows", "fp32")[dist.get_rank() // case.dims.ranks_per_row]
     with gathered.counted():
         evaluate(model, batch)
         left_gathered = len(gathered.now)
         with first_units(model) as first:
-            loss = loss_of(forward(model, batch))
+            loss = compare.loss_of(forward(model, batch))
         loss.backward()
     row["gathered"], row["allowed"] = gathered.most, most_allowed(model, first)
     row["resharded"] = "" if not left_gathered else f"{left_gathered} units stay gathered after an evaluation"
-    return row | {check: worst(found) if isinstance(found, dict) else found for check, found in seen.items()}
+    return row | {check: compare.worst(found) if isinstance(found, dict) else found for check, found in seen.items()}
 
 
 class Gathered:
@@ -101,7 +92,7 @@ def first_units(model: nn.Module) -> Iterator[set[int]]:
     found: set[int] = set()
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
-        if not any(t.requires_grad for _, t in outputs_of([args, dict(kwargs)])):
+        if not any(t.requires_grad for _, t in compare.outputs_of([args, dict(kwargs)])):
             found.add(id(unit_modules(module)[0]))
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]

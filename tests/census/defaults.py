@@ -17,11 +17,7 @@ MAIN_MAPPINGS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_OBJECT_DETECTION", "MODEL_FOR_UNIVERSAL_SEGMENTATION",
     "MODEL_FOR_DEPTH_ESTIMATION", "MODEL_FOR_TEXT_TO_WAVEFORM", "MODEL_FOR_TEXT_TO_SPECTROGRAM", "MODEL",
 )  # fmt: skip
-OTHER_MAPPINGS = {
-    "base": "MODEL",
-    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-    "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
-}
+ROLES = {"base": "MODEL", "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "token": "MODEL_FOR_TOKEN_CLASSIFICATION"}
 
 # Arguments for configurations whose defaults cannot be built, as the documentation or a released checkpoint has them.
 REPAIRS: dict[str, dict[str, Any]] = {
@@ -77,7 +73,7 @@ def classes_of(model_type: str, config: Any) -> dict[str, list[str]]:
     order += [name for name in every if name.startswith("MODEL") and name not in order]
     main = list(dict.fromkeys(name for mapping in order for name in class_names(mapping, model_type)))
     found = {"main": main} if main else {}
-    for role, mapping in OTHER_MAPPINGS.items():
+    for role, mapping in ROLES.items():
         names = class_names(mapping, model_type)[:1]
         if names and names != main[:1]:
             found[role] = names
@@ -97,18 +93,18 @@ def build_config(model_type: str) -> Any:
     """The default configuration of a type, or a documented one where the default cannot be built."""
     config_class = CONFIG_MAPPING[model_type]
     t = transformers
+
+    def sound() -> dict[str, Any]:
+        return {"text_encoder": t.T5Config(), "audio_encoder": t.EncodecConfig()}
+
     composed: dict[str, Callable[[], Any]] = {
         "encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.BertConfig(), t.BertConfig()),
         "vision-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.ViTConfig(), t.GPT2Config()),
         "speech-encoder-decoder": lambda: config_class.from_encoder_decoder_configs(t.Wav2Vec2Config(), t.BertConfig()),
         "vision-text-dual-encoder": lambda: config_class.from_vision_text_configs(t.ViTConfig(), t.BertConfig()),
         "rag": lambda: config_class.from_question_encoder_generator_configs(t.DPRConfig(), t.BartConfig()),
-        "musicgen": lambda: config_class(
-            text_encoder=t.T5Config(), audio_encoder=t.EncodecConfig(), decoder=t.MusicgenDecoderConfig()
-        ),
-        "musicgen_melody": lambda: config_class(
-            text_encoder=t.T5Config(), audio_encoder=t.EncodecConfig(), decoder=t.MusicgenMelodyDecoderConfig()
-        ),
+        "musicgen": lambda: config_class(**sound(), decoder=t.MusicgenDecoderConfig()),
+        "musicgen_melody": lambda: config_class(**sound(), decoder=t.MusicgenMelodyDecoderConfig()),
     }
     if model_type in composed:
         return composed[model_type]()

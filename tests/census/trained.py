@@ -24,13 +24,8 @@ ABOUT = """A tiny model of each type, its default configuration shrunk, is writt
 ABOUT_MESH = """ Degrees: {}. Rows have 13 tokens, which no number of ranks divides, and windows are 5 tokens long;
 padded and packed rows are compared too where the plain model trains on them, and losses are those of training mode
 without dropout. What cannot be divided is refused by name before it is loaded."""
-DEGREES = {
-    "replicate": "dp_replicate_size",
-    "shard": "dp_shard_size",
-    "cp": "cp_size",
-    "tp": "tp_size",
-    "ep": "ep_size",
-}
+DEGREES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size"}
+DEGREES |= {name: f"{name}_size" for name in ("cp", "tp", "ep")}
 
 
 def census_on(mesh: str) -> Census:

@@ -1,8 +1,8 @@
 """Run recipes as a user does, two processes on CPUs, each run in a folder of its own.
 
-`launch` is a real `accelerate launch`: it takes 8 s to start, nearly all of it imports. `launch_series` runs many runs
-of many recipes in ranks that are forked, in the environment that Accelerate's launcher would give them: it calls `main`
-for each, and notes the logits of each trained model on its shards.
+`launch_series` runs many runs of many recipes in ranks that are forked, in the environment that Accelerate's launcher
+would give them: it calls `main` for each, and notes the logits of each trained model on its shards. A real launch takes
+20 s of CPU, nearly all of it imports: the quick start and two machines have one each.
 """
 
 import importlib.util
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from tests._dist import LIMIT_S, run_ranks
+from tests._dist import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,24 +104,6 @@ class Series:
         assert self.log(resumed, "loss") == self.log(name, "loss")
 
 
-def launch(
-    folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None, config: Path = CONFIG
-) -> subprocess.CompletedProcess[str]:
-    """Launch a script in a folder, on two ranks unless a file gives others, without a hub unless the variables do."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
-    return subprocess.run(
-        [*map(str, command), *arguments],
-        cwd=folder,
-        env={**os.environ, **environment, **(variables or {})},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
 def launch_series(
     folder: Path,
     runs: dict[str, list[str]],
@@ -132,7 +113,7 @@ def launch_series(
     variables: Mapping[str, str] | None = None,
     config: Path = CONFIG,
 ) -> Series:
-    """Run recipes one after the other in the same ranks, each given by its name and its options.
+    """Run recipes one after the other in the same ranks, each given by its name, or a script's path, and its options.
 
     The logits for the keywords `probe` are noted at the end of each run. Runs of `refused` end in an error of this
     package. The launch file gives the number of ranks and their environment, with `variables` above it.
@@ -159,9 +140,7 @@ def launch_series(
     return Series(folder, printed, stderr + failure, probe or PROBE)
 
 
-def _run_series(
-    folder: Path, environment: dict[str, str], entries: list[tuple[str, list[str], bool]], probe: dict[str, Any]
-) -> None:
+def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], probe: dict[str, Any]) -> None:
     """The life of one rank of a series; what it prints goes to files of the folder."""
     from accelerate.state import PartialState
     from datasets import IterableDataset
@@ -172,9 +151,7 @@ def _run_series(
     from tests._training import forget_accelerate
 
     is_first = os.environ["RANK"] == "0"
-    environment = environment | {
-        name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    }
+    environment |= {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -185,7 +162,9 @@ def _run_series(
     IterableDataset.map = lambda *args, **given: map_stream(*args, **given | {"batch_size": 40})  # few rows are read
 
     @cache
-    def main_of(recipe: str) -> Callable[[], None]:
+    def main_of(recipe: str) -> Callable[[], object]:
+        if recipe.endswith(".py"):
+            return lambda: runpy.run_path(recipe, run_name="__main__")
         main = runpy.run_path(f"{ROOT}/recipes/{recipe}.py")["main"]
         if recipe == "accelerate_loop":
             save = main.__globals__["save_pretrained"]
@@ -257,14 +236,10 @@ def two_runs(folder: Path, name: str, steps: int, *words: str, learning_rate: fl
     return {name: whole, f"{name}-resumed": [*whole, "--resume_from_checkpoint", str(middle)]}
 
 
-def refused_runs(
-    table: dict[str, tuple[str, str, str]], bases: dict[str, list[str]], **places: Any
-) -> dict[str, list[str]]:
+def refused_runs(table: dict[str, tuple[str, str, str]], bases: Any, **places: Any) -> dict[str, list[str]]:
     """Runs of a table of name: (base, further words, what is said)."""
-    return {
-        name: [*bases[base], *(word.format(**places) for word in words.split())]
-        for name, (base, words, _) in table.items()
-    }
+    words_of = {name: [word.format(**places) for word in words.split()] for name, (_, words, _) in table.items()}
+    return {name: [*bases[table[name][0]], *words] for name, words in words_of.items()}
 
 
 def write_split(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None) -> str:

@@ -19,11 +19,7 @@ STEPS = 2
 
 REFUSED = {
     "teacherless": ("pair", "--dataset_name {prompts}", "--teacher_model_name_or_path is missing"),
-    "other-words": (
-        "pair",
-        "--teacher_model_name_or_path {stranger} --dataset_name {prompts}",
-        "have different tokenizers",
-    ),
+    "other-words": ("pair", "--teacher_model_name_or_path {stranger} --dataset_name {prompts}", "different tokenizers"),
     "long": ("pair", "--teacher_model_name_or_path {teacher} --dataset_name {long}", "--max_completion_length 8 are"),
     "numbers": ("embed", "--dataset_name {numbers}", "the column `anchor` must hold text"),
     "columns": ("embed", "--dataset_name {prompts}", "Rename one, or name yours: --dataset_columns."),
@@ -90,9 +86,6 @@ def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
 
 
-# ---- distill ----
-
-
 def test_a_student_learns_from_a_teacher_on_shards(runs):
     losses = runs.log("distill", "eval_loss")
     assert losses[-1] < losses[0] - 0.3
@@ -108,9 +101,6 @@ def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
     assert averages and any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
     (loss,) = runs.log("distill", "ema_loss")
     assert f"(evaluation loss {loss:.3f})" in runs.of("distill")
-
-
-# ---- embed ----
 
 
 def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):

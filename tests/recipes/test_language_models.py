@@ -2,33 +2,30 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+from hf_fsdp_tools import ConfigError, scripting
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._dist import LIMIT_S
 from tests._hub import fake_hub
-from tests.recipes._launch import (
-    HAS_BITSANDBYTES,
-    ONCE,
-    ROOT,
-    Series,
-    launch,
-    launch_series,
-    refused_runs,
-    two_runs,
-    write_lines,
-    write_split,
-)
+from tests.recipes import _launch
+from tests.recipes._launch import ROOT, Series, launch_series, two_runs, write_lines, write_split
 
-CHATS = [
-    {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
-    for n in range(40)
-]
+TURNS = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
+CHATS = [{"messages": turns} for turns in TURNS]
 TEXT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 5)} for n in range(60)]
 EIGHT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 4)} for n in range(8)]
 """Rows of 4 to 20 tokens: as many as two ranks take in a step, in two micro-batches of two rows each."""
@@ -43,8 +40,12 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     options += ["--logging_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0"]
     options += ["--push_to_hub", "true", "--hub_model_id", "me/tuned"]
     with fake_hub({}, root=tmp_path / "hub") as hub:
-        reached = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1"}
-        done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
+        reached = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        reached |= {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", _launch.CONFIG]
+        words = [*launcher, ROOT / "recipes" / "finetune.py", *options]
+        told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+        done = subprocess.run(words, cwd=tmp_path, env=os.environ | reached, **told)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
     for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
@@ -71,7 +72,7 @@ def options_for(folder: Path) -> tuple[list[str], list[str], list[str]]:
     model = make_demo_model(folder / "demo", hidden_size=64, num_layers=2)
     ours = ["--model_name_or_path", str(model), "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     tuned = ["finetune", *ours, "--max_length", "64", "--lr_scheduler_type", "constant", "--eval_strategy", "steps"]
-    return ours, tuned, [*tuned, *ONCE, "--use_peft", "--max_steps", "3", "--learning_rate", "1e-2"]
+    return ours, tuned, [*tuned, *_launch.ONCE, "--use_peft", "--max_steps", "3", "--learning_rate", "1e-2"]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def series(tmp_path_factory) -> Series:
     stream = [*packed, "--dataset_streaming", "--lr_scheduler_type", "constant", *muon]
     stream += ["--optim_args", "momentum=0.9,adamw_lr=5e-3"]
     runs |= two_runs(folder, "stream", 4, *stream, learning_rate=1e-2)
-    runs["drawn"] = [*packed, *ONCE, "--from_scratch", "--max_steps", "1", "--seed", "7"]
+    runs["drawn"] = [*packed, *_launch.ONCE, "--from_scratch", "--max_steps", "1", "--seed", "7"]
 
     loop = ["accelerate_loop", *ours, "--gradient_accumulation_steps", "2", "--dataset_name"]
     # epochs of three steps, of which four are done: the middle lies within an epoch, and the end in the next
@@ -104,7 +105,7 @@ def series(tmp_path_factory) -> Series:
     runs["compared"] = [*loop, write_split(folder / "eight", EIGHT), *steps]
 
     bases = {"loop": [*loop, str(folder / "eight")]}
-    return launch_series(folder, runs, refused=refused_runs(REFUSED, bases))
+    return launch_series(folder, runs, refused=_launch.refused_runs(REFUSED, bases))
 
 
 REFUSED = {
@@ -118,27 +119,27 @@ def test_a_loop_of_ones_own_says_what_cannot_be_trained(series, run):
     assert REFUSED[run][-1] in series.error(run)
 
 
-LATE = """
-import os, time
-from hf_fsdp_tools import ConfigError, scripting
-from hf_fsdp_tools.distributed.mesh import ensure_process_group
+def late() -> None:
+    """A recipe with an error to which the first rank comes two seconds after the other."""
 
-def late():
-    ensure_process_group("cpu")
-    time.sleep(2 * (os.environ["RANK"] == "0"))
-    raise ConfigError("the dataset has no column 'text'")
+    def main() -> None:
+        time.sleep(2 * (os.environ["RANK"] == "0"))
+        raise ConfigError("the dataset has no column 'text'")
 
-scripting.run(late, "finetune")
-"""
+    scripting.run(main, "finetune")
 
 
 def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(tmp_path):
-    """The launcher ends all processes a moment after one of them has ended."""
-    (tmp_path / "late.py").write_text(LATE)
-    done = launch(tmp_path, script=tmp_path / "late.py")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("finetune: error:")]
-    assert done.returncode == 1 and errors == ["finetune: error: the dataset has no column 'text'"], done.stderr[-4000:]
-    assert 'late.py", line' not in done.stderr, "no traceback of ours"
+    """The launcher of torch, which is Accelerate's, ends all processes a moment after one of them has ended."""
+    logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL)
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "start_method": "forkserver"}
+    with pytest.raises(ChildFailedError) as ended:
+        elastic_launch(LaunchConfig(1, 1, 2, **where, max_restarts=0, monitor_interval=0.1, logs_specs=logs), late)()
+    assert ended.value.get_first_failure()[1].exitcode == 1
+    said = {file.parent.name: file.read_text() for file in tmp_path.rglob("stderr.log")}
+    errors = {rank: re.findall("^finetune: error: .*$", text, re.MULTILINE) for rank, text in said.items()}
+    assert errors == {"0": ["finetune: error: the dataset has no column 'text'"], "1": []}, said
+    assert not any("Traceback" in text for text in said.values()), said
 
 
 @pytest.mark.parametrize(("name", "fall"), [("lora", 0.0), ("stream", 0.5), ("loop", 0.2)])
@@ -157,7 +158,7 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
+@pytest.mark.skipif(not _launch.HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
 def test_an_adapter_on_a_base_in_4_bits(tmp_path):
     _, _, adapter = options_for(tmp_path)
     words = [*adapter, *EVERY, "--dataset_name", write_lines(tmp_path / "text.jsonl", TEXT), "--load_in_4bit"]
@@ -213,9 +214,6 @@ def test_who_is_reported_to_gets_all_figures(series):
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
     assert "new weights, drawn with the seed 7" in series.of("drawn") and "rank 0 read" not in series.of("drawn")
     assert series.log("drawn", "eval_loss")[0] != pytest.approx(series.log("stream", "eval_loss")[0], rel=1e-3)
-
-
-# ---- the loop without a Trainer ----
 
 
 def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:

@@ -67,9 +67,8 @@ def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Po
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    return subprocess.Popen(
-        [*command, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], cwd=folder, env=environment, **pipes)
 
 
 def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(tmp_path):
@@ -77,10 +76,8 @@ def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     port = free_port("127.0.0.2")
-    machines = [
-        launch(rank, port, tmp_path / f"machine{rank}", str(script), str(source), str(tmp_path / "saved"))
-        for rank in range(2)
-    ]
+    words = [str(script), str(source), str(tmp_path / "saved")]
+    machines = [launch(rank, port, tmp_path / f"machine{rank}", *words) for rank in range(2)]
     make_checkpoint("tied", tmp_path / "machine0" / "only_here")
     try:
         printed = [machine.communicate(timeout=LIMIT_S) for machine in machines]

@@ -25,6 +25,7 @@ def by_answer(completions, answer, **kwargs):
     return [0.0] * len(completions)
 '''
 
+STREAMED = "--dataset_streaming --max_steps 2"
 REFUSED = {
     "nothing": ("bare", "", "Nothing rewards an answer. Give --reward_funcs"),
     "unknown": ("bare", "--reward_funcs think_format_rewards", "no such function: did you mean think_format_reward"),
@@ -36,11 +37,7 @@ REFUSED = {
     "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
     "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),
     "long": ("grpo", "--max_completion_length 256", "--max_completion_length 256: "),
-    "streamed": (
-        "grpo",
-        "--dataset_streaming --max_steps 2 --eval_strategy no",
-        "--dataset_streaming gives each process rows of its own",
-    ),
+    "streamed": ("grpo", f"{STREAMED} --eval_strategy no", "--dataset_streaming gives each process rows of its own"),
     "vllm": ("grpo", "--use_vllm", "--use_vllm needs vllm: pip install vllm"),
     "uneven": ("grpo", "--num_generations 3", "must be divisible by the number of generations"),
 }

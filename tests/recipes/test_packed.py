@@ -80,10 +80,8 @@ def launched(make_folder: Callable[[str], Path], is_nightly: bool) -> Series:
     runs |= both("head", "finetune", *head, *accumulated, *evaluated)
     runs |= both("dpo", "dpo", *data["pairs"], *LINEAR, *evaluated)
     runs |= both("classes", "classify", *data["classes"], *LINEAR, *evaluated)
-    refused = {
-        "plain": ["finetune", "--model_name_or_path", str(make_plain(folder / "bases" / "plain")), *ours, *data["text"]]
-    }
-    refused = {name: [*words, "--dequantize", "false"] for name, words in refused.items()}
+    plain = str(make_plain(folder / "bases" / "plain"))
+    refused = {"plain": ["finetune", "--model_name_or_path", plain, *ours, *data["text"], "--dequantize", "false"]}
     runs = {name: words for name, words in runs.items() if name.removesuffix("-floats") in names}
     return launch_series(folder, runs, refused=refused)
 

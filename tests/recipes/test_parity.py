@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import transformers as hf
 from datasets import load_dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests._training import forget_accelerate
@@ -61,20 +55,18 @@ def base(tmp_path_factory) -> Path:
     return make_demo_model(tmp_path_factory.mktemp("parity") / "model", hidden_size=32, num_layers=2)
 
 
-def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> hf.Trainer:
+    tokenizer = hf.AutoTokenizer.from_pretrained(model)
     rows = load_dataset("json", data_files=data, cache_dir=str(folder / "cache"))["train"]
     settings = {**SETTINGS, "output_dir": str(folder)}
     if recipe == "classify":
         names = sorted(set(rows["label"]))
-        encoded = [
-            {**tokenizer(row["text"], truncation=True, max_length=LENGTH), "labels": names.index(row["label"])}
-            for row in rows
-        ]
-        loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(names))
-        return Trainer(loaded, TrainingArguments(**settings), train_dataset=encoded, processing_class=tokenizer)
+        cut = {"truncation": True, "max_length": LENGTH}
+        encoded = [{**tokenizer(row["text"], **cut), "labels": names.index(row["label"])} for row in rows]
+        loaded = hf.AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(names))
+        return hf.Trainer(loaded, hf.TrainingArguments(**settings), train_dataset=encoded, processing_class=tokenizer)
     args = trl.SFTConfig(**settings, bf16=False, max_length=LENGTH)
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(model)
     return trl.SFTTrainer(model=loaded, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
@@ -83,8 +75,8 @@ def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, mon
     model = str(base)
     if recipe == "classify":  # where a head is fresh, its values are ours
         model = str(tmp_path / "model")
-        AutoModelForSequenceClassification.from_pretrained(base, num_labels=4).save_pretrained(model)
-        AutoTokenizer.from_pretrained(base).save_pretrained(model)
+        hf.AutoModelForSequenceClassification.from_pretrained(base, num_labels=4).save_pretrained(model)
+        hf.AutoTokenizer.from_pretrained(base).save_pretrained(model)
     data = write_lines(tmp_path / "rows.jsonl", demo_rows(KINDS[recipe])[:512:32])
     source = {"model_name_or_path": model, "dataset_name": data}
     settings = SETTINGS | source | {"max_length": LENGTH, "output_dir": "ours"}

@@ -5,15 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from peft import AutoPeftModelForSequenceClassification
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    pipeline,
-)
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
@@ -25,20 +18,13 @@ NO_PREFERENCE = pytest.approx(0.6931, abs=1e-4)
 
 CLASSES = ["language", "special methods", "statements", "types"]
 
-
+STREAMED = "--max_steps 2 --precompute_ref_log_probs --dataset_streaming"
+SWAPPED = "--text_column stars --label_column sentence"
 REFUSED = {
     "same": ("dpo", "--dataset_name {same}", "`chosen` equals `rejected`"),
-    "streamed": (
-        "dpo",
-        "--dataset_name {turns} --max_steps 2 --precompute_ref_log_probs --dataset_streaming",
-        "--precompute_ref_log_probs writes its values beside the data set",
-    ),
+    "streamed": ("dpo", f"--dataset_name {{turns}} {STREAMED}", "--precompute_ref_log_probs writes its values beside"),
     "wrong": ("reward", "--dataset_name {wrong}", "Needed: `chosen` and `rejected`"),
-    "swapped": (
-        "classify",
-        "--dataset_name {numbers} --text_column stars --label_column sentence",
-        "the column `text` must hold text, and is 0",
-    ),
+    "swapped": ("classify", f"--dataset_name {{numbers}} {SWAPPED}", "the column `text` must hold text, and is 0"),
     "scores": ("classify", "--dataset_name {scores}", "float64"),
     "ids": ("classify", "--dataset_name {ids}", "16 different labels in 16 rows"),
     "holes": ("classify", "--dataset_name {holes}", "rows without a class"),
@@ -49,11 +35,8 @@ REFUSED = {
 def runs(tmp_path_factory) -> Series:
     folder = tmp_path_factory.mktemp("runs")
     turns, classes = demo_rows("preferences")[:512:32], demo_rows("classes")[:512:32]
-    columns = {
-        "scores": [n / 7 for n in range(16)],
-        "ids": [f"row {n}" for n in range(16)],
-        "holes": ["a", "b", None, "a"] * 4,
-    }
+    ids = [f"row {n}" for n in range(16)]
+    columns = {"scores": [n / 7 for n in range(16)], "ids": ids, "holes": ["a", "b", None, "a"] * 4}
     rows = {
         "turns": turns,
         "implicit": [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in turns],
@@ -61,11 +44,9 @@ def runs(tmp_path_factory) -> Series:
         "wrong": [{"prompt": "?", "chosen": "!"}] * 8,
         "classes": classes,
         "numbers": [{"sentence": row["text"], "stars": n % 3} for n, row in enumerate(classes)],
-        **{
-            name: [{"text": row["text"], "label": label} for row, label in zip(classes, column, strict=True)]
-            for name, column in columns.items()
-        },
     }
+    for name, column in columns.items():
+        rows[name] = [{"text": row["text"], "label": label} for row, label in zip(classes, column, strict=True)]
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
     options = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
@@ -93,17 +74,17 @@ def runs(tmp_path_factory) -> Series:
 
 def classifier(model: str, target: Path) -> str:
     """The model with a head of two classes."""
-    AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(target)
-    AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    hf.AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(target)
+    hf.AutoTokenizer.from_pretrained(model).save_pretrained(target)
     return str(target)
 
 
 def bert_without_pooler(model: str, target: Path) -> str:
     """A model of masked tokens, as DeBERTa-v3 is stored: a classifier of it has a new pooler below its new head."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = hf.AutoTokenizer.from_pretrained(model)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(target)
+    hf.BertForMaskedLM(hf.BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(target)
     tokenizer.save_pretrained(target)
     return str(target)
 
@@ -111,9 +92,6 @@ def bert_without_pooler(model: str, target: Path) -> str:
 @pytest.mark.parametrize("run", REFUSED)
 def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
-
-
-# ---- preferences ----
 
 
 @pytest.mark.shows("DPO", "LoRA")
@@ -127,7 +105,7 @@ def test_dpo_learns_the_preferences_and_an_adapter_is_its_own_reference(runs):
     assert "reference" not in runs.of("dpo-lora") and runs.of("dpo").count("rank 0 read") == 1
     assert "is_gradient_checkpointing" not in runs.stderr
     for name, folder in (("dpo", "dpo"), ("dpo-lora", "dpo-lora"), ("dpo-lora", "dpo-lora/merged")):
-        runs.check_opened(name, AutoModelForCausalLM.from_pretrained(runs.folder / folder))
+        runs.check_opened(name, hf.AutoModelForCausalLM.from_pretrained(runs.folder / folder))
 
 
 @pytest.mark.shows("DPO", "compile")
@@ -140,13 +118,10 @@ def test_prompts_within_answers_a_precomputed_reference_and_compiled_blocks_chan
 def test_a_reward_model_learns_the_preferences(runs):
     losses = runs.log("reward", "eval_loss")
     assert losses[0] > 0.5 and losses[-1] < 0.5
-    model = AutoModelForSequenceClassification.from_pretrained(runs.folder / "reward")
+    model = hf.AutoModelForSequenceClassification.from_pretrained(runs.folder / "reward")
     assert model.config.architectures == ["LlamaForSequenceClassification"] and model.config.num_labels == 1
     runs.check_opened("reward", model)
     assert "chosen preferred" in runs.of("reward")
-
-
-# ---- classes ----
 
 
 def test_a_classifier_learns_and_opens_as_a_pipeline(runs):
@@ -154,9 +129,9 @@ def test_a_classifier_learns_and_opens_as_a_pipeline(runs):
     assert losses[0] > 1.2 and losses[-1] < 0.9
     assert runs.log("classify", "eval_accuracy")[-1] > 0.6
     folder = runs.folder / "classify"
-    runs.check_opened("classify", AutoModelForSequenceClassification.from_pretrained(folder))
+    runs.check_opened("classify", hf.AutoModelForSequenceClassification.from_pretrained(folder))
     row = demo_rows("classes")[0]
-    classify = pipeline("text-classification", str(folder), device="cpu")
+    classify = hf.pipeline("text-classification", str(folder), device="cpu")
     assert list(classify.model.config.id2label.values()) == CLASSES
     assert classify(row["text"], truncation=True, max_length=64)[0]["label"] == row["label"]
 
@@ -172,7 +147,7 @@ def test_the_loss_is_a_mean_over_ranks_and_micro_batches(runs):
 def test_an_adapter_is_saved_with_the_head_and_all_that_no_file_holds(runs):
     before, after = runs.log("lora", "eval_loss")
     assert after < before
-    merged = AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged")
+    merged = hf.AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged")
     assert list(merged.config.id2label.values()) == CLASSES
     runs.check_opened("lora", merged)
     assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")

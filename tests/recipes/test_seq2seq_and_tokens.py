@@ -6,19 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from peft import AutoPeftModelForSeq2SeqLM, AutoPeftModelForTokenClassification
-from transformers import (
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    LlamaForTokenClassification,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    pipeline,
-)
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_seq2seq_model
 from tests.recipes._launch import ONCE, ROOT, Series, launch_series, refused_runs, write_lines, write_split
@@ -80,8 +69,8 @@ def runs(tmp_path_factory) -> Series:
     runs["tokens-parts"] = [*tokens, llama, *few["ner"], *once]
 
     whisper = folder / "whisper"
-    WhisperConfig(vocab_size=2048).save_pretrained(whisper)
-    AutoTokenizer.from_pretrained(t5).save_pretrained(whisper)
+    hf.WhisperConfig(vocab_size=2048).save_pretrained(whisper)
+    hf.AutoTokenizer.from_pretrained(t5).save_pretrained(whisper)
     places = {"whisper": whisper, "t5": t5, "llama": llama, "m2m": m2m} | {name: data[name][1] for name in data}
     refused = refused_runs(REFUSED, {"seq2seq": seq2seq, "tokens": tokens}, **places)
     return launch_series(folder, runs, refused=refused)
@@ -96,28 +85,28 @@ def without_dropout(folder: Path) -> tuple[str, str]:
     """A T5 and a classifier of words, as one process and two would draw dropout differently."""
     t5 = make_demo_seq2seq_model(folder / "drawn_t5", hidden_size=64, num_layers=2)
     llama = make_demo_model(folder / "drawn_llama", hidden_size=64, num_layers=2, max_length=256)
-    model = T5ForConditionalGeneration.from_pretrained(t5, dropout_rate=0.0)
+    model = hf.T5ForConditionalGeneration.from_pretrained(t5, dropout_rate=0.0)
     torch.manual_seed(0)
     labels = {"num_labels": 3, "id2label": dict(enumerate(TAGS)), "label2id": {tag: n for n, tag in enumerate(TAGS)}}
-    config = AutoConfig.from_pretrained(llama, **labels)
+    config = hf.AutoConfig.from_pretrained(llama, **labels)
     config.classifier_dropout = 0.0
-    words = LlamaForTokenClassification.from_pretrained(llama, config=config)
+    words = hf.LlamaForTokenClassification.from_pretrained(llama, config=config)
     for source, one, name in ((t5, model, "t5"), (llama, words, "llama")):
         one.save_pretrained(folder / name)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
+        hf.AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
     return str(folder / "t5"), str(folder / "llama")
 
 
 def m2m_model(t5: str, target: Path) -> str:
     """A model that does not say what its decoder reads, which has as many positions as it needs."""
-    tokenizer = AutoTokenizer.from_pretrained(t5)
+    tokenizer = hf.AutoTokenizer.from_pretrained(t5)
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
     sizes |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     torch.manual_seed(0)
-    config = M2M100Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
-    M2M100ForConditionalGeneration(config).save_pretrained(target)
+    config = hf.M2M100Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
+    hf.M2M100ForConditionalGeneration(config).save_pretrained(target)
     tokenizer.save_pretrained(target)
     return str(target)
 
@@ -127,31 +116,25 @@ def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
 
 
-# ---- one text read, another written ----
-
-
 def test_seq2seq_learns_to_write(runs):
     losses = runs.log("seq2seq", "eval_loss")
     exact = runs.log("seq2seq", "eval_exact_match")
     assert losses[-1] < 0.3 * losses[0] and exact[0] == 0 and exact[-1] > 0.4
     assert f"written exactly  0% before, {exact[-1]:.0%} after" in runs.of("seq2seq")
     assert runs.log("seq2seq", "eval_word_f1")[-1] >= exact[-1]
-    runs.check_opened("seq2seq", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq"))
+    runs.check_opened("seq2seq", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq"))
 
 
 def test_an_adapter_of_an_encoder_with_a_decoder(runs):
     before, after = (runs.log("seq2seq-lora", "eval_loss")[place] for place in (0, -1))
     assert after < before and "peft.AutoPeftModelForSeq2SeqLM" in runs.of("seq2seq-lora")
-    runs.check_opened("seq2seq-lora", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora" / "merged"))
+    runs.check_opened("seq2seq-lora", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora" / "merged"))
     runs.check_opened("seq2seq-lora", AutoPeftModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora"))
 
 
 def test_a_stream_of_chats_for_a_model_that_does_not_say_what_its_decoder_reads(runs):
     assert len(runs.log("streamed", "loss")) == 2 and "streamed, " in runs.of("streamed")
-    runs.check_opened("streamed", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "streamed"))
-
-
-# ---- words and their classes ----
+    runs.check_opened("streamed", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "streamed"))
 
 
 def test_a_classifier_of_words_learns_and_opens_as_a_pipeline(runs):
@@ -159,8 +142,8 @@ def test_a_classifier_of_words_learns_and_opens_as_a_pipeline(runs):
     assert f1[-1] > f1[0] + 0.2 and accuracy[-1] > 0.8
     assert "classes          O, B-code, I-code\n" in runs.of("tokens")
     folder = runs.folder / "tokens"
-    runs.check_opened("tokens", AutoModelForTokenClassification.from_pretrained(folder))
-    find = pipeline("token-classification", str(folder), aggregation_strategy="simple", device="cpu")
+    runs.check_opened("tokens", hf.AutoModelForTokenClassification.from_pretrained(folder))
+    find = hf.pipeline("token-classification", str(folder), aggregation_strategy="simple", device="cpu")
     found = [each["entity_group"] for row in short_sentences() for each in find(" ".join(row["tokens"]))]
     assert set(found) == {"code"} and len(found) >= 16
 
@@ -172,17 +155,14 @@ def test_an_adapter_and_its_head_of_classes(runs):
     runs.check_opened("tokens-lora", opened)
 
 
-# ---- beside one process ----
-
-
 @pytest.mark.parametrize("name", ["seq2seq", "tokens"])
 def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(runs, name):
     """Eight rows are one step of two ranks, two rows and two micro-batches; their lengths differ."""
     if name == "seq2seq":
-        folder, auto_class, data = runs.folder / "t5", AutoModelForSeq2SeqLM, "chats.jsonl"
+        folder, auto_class, data = runs.folder / "t5", hf.AutoModelForSeq2SeqLM, "chats.jsonl"
     else:
-        folder, auto_class, data = runs.folder / "llama", AutoModelForTokenClassification, "ner.jsonl"
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder).train()
+        folder, auto_class, data = runs.folder / "llama", hf.AutoModelForTokenClassification, "ner.jsonl"
+    tokenizer, model = hf.AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder).train()
     rows = [json.loads(line) for line in (runs.folder / data).read_text().splitlines()]
     batch = written_batch(rows, tokenizer) if name == "seq2seq" else words_batch(rows, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -207,9 +187,8 @@ def written_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch
 
 def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
     texts = [" ".join(row["tokens"]) for row in rows]
-    batch = tokenizer(
-        texts, padding=True, truncation=True, max_length=128, return_offsets_mapping=True, return_tensors="pt"
-    )
+    cut = {"padding": True, "truncation": True, "max_length": 128}
+    batch = tokenizer(texts, **cut, return_offsets_mapping=True, return_tensors="pt")
     offsets = batch.pop("offset_mapping").tolist()
     labels = torch.full_like(batch["input_ids"], -100)
     for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
@@ -226,7 +205,7 @@ def test_words_have_the_tokens_of_running_text(runs):
     import runpy
 
     recipe = runpy.run_path(str(ROOT / "recipes" / "tokens.py"))
-    assert recipe["space_before_words"](AutoTokenizer.from_pretrained(runs.folder / "llama")) == " "
+    assert recipe["space_before_words"](hf.AutoTokenizer.from_pretrained(runs.folder / "llama")) == " "
     spans = recipe["spans"]
     assert spans(["O", "B-a", "I-a", "B-a", "O", "I-b"]) == {(1, 3, "a"), (3, 4, "a"), (5, 6, "b")}
     assert spans(["B-a", "I-b", "S-b", "E-b"]) == {(0, 1, "a"), (1, 2, "b"), (2, 4, "b")}

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests._training import forget_accelerate
-from tests.recipes._launch import ROOT, launch, write_split
+from tests.recipes._launch import ROOT, launch_series, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
 
@@ -40,27 +39,21 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     make_demo_model(tmp_path / "model", hidden_size=16, num_layers=2, vocab_size=400, max_length=256)
     rows = [{"text": " ".join(["words"] * (number % 5 + 1) + [f"of row {number}"])} for number in range(24)]
     options = ["--model_name_or_path", "model", "--dataset_name", write_split(tmp_path / "rows", rows), *OPTIONS]
-    source = Path(sft.__file__)
-    (tmp_path / "sft.py").write_text(with_the_lines_of_the_readme(source.read_text()))
+    source, script = Path(sft.__file__), tmp_path / "sft.py"
+    script.write_text(with_the_lines_of_the_readme(source.read_text()))
 
-    shared = [*options, "--output_dir", "shared", "--per_device_train_batch_size", "2"]
-    done = launch(tmp_path, *shared, script=tmp_path / "sft.py")
-    assert done.returncode == 0, done.stderr[-4000:]
+    shared = [str(script), *options, "--per_device_train_batch_size", "2"]
+    launch_series(tmp_path, {"shared": shared}).of("shared")
     assert "checkpoint_manifest.json" in {path.name for path in (tmp_path / "shared" / "checkpoint-2").iterdir()}
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     alone = [*options, "--output_dir", "alone", "--per_device_train_batch_size", "4"]
     monkeypatch.setattr(sys, "argv", [str(source), *alone])
-    try:
-        runpy.run_path(str(source), run_name="__main__")
-    finally:
-        forget_accelerate()
+    runpy.run_path(str(source), run_name="__main__")
 
     torch.testing.assert_close(losses(tmp_path / "shared"), losses(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)

@@ -29,13 +29,17 @@ def folder(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama", dtype=torch.bfloat16)
 
 
-def test_a_script_changes_one_line(folder):
+def test_a_script_changes_one_line_or_names_the_model_as_transformers_does(folder):
     config = AutoConfig.from_pretrained(folder)
     ours = from_pretrained(folder, config=config, torch_dtype="float32", **IDLE)
     plain = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     for key, tensor in ours.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor.full_tensor(), plain.state_dict()[key]), key
     assert ours.config is not config and ours.config._attn_implementation == "eager"
+    model = from_pretrained(pretrained_model_name_or_path=folder, device_map={"": torch.device("cpu")})
+    assert model.config.vocab_size == AutoConfig.from_pretrained(folder).vocab_size
+    with pytest.raises(ConfigError, match=r"got neither of name_or_path.*Give one: a folder"):
+        from_pretrained(dtype="auto")
 
 
 UNDERSTOOD: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
@@ -85,13 +89,6 @@ def test_short_forms_are_understood(folder, name):
 def test_an_argument_that_cannot_be_honoured_is_named(folder, arguments, message):
     with pytest.raises(ConfigError, match=message):
         from_pretrained(folder, **arguments)
-
-
-def test_a_model_may_be_named_as_transformers_names_it(folder):
-    model = from_pretrained(pretrained_model_name_or_path=folder, device_map={"": torch.device("cpu")})
-    assert model.config.vocab_size == AutoConfig.from_pretrained(folder).vocab_size
-    with pytest.raises(ConfigError, match=r"got neither of name_or_path.*Give one: a folder"):
-        from_pretrained(dtype="auto")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_stack_is_found_in_any_container(layers: nn.Module) -> None:
     assert blocks_of(attributes) == numbered("layer", 4)
 
 
-def test_lists_of_lists_and_stages_are_opened() -> None:
+def test_what_repeats_is_opened_down_to_blocks_and_no_further() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,20 +74,6 @@ def test_lists_of_lists_and_stages_are_opened() -> None:
     assert blocks_of(of_stages) == tuple(f"layers.{stage}.blocks.{block}" for stage in (0, 1) for block in (0, 1))
     assert detect_blocks(of_stages).stacks[0].fqn == "layers.*.blocks"
 
-
-@pytest.mark.parametrize("named", [True, False], ids=["named experts", "known by their router"])
-def test_single_experts_are_not_blocks(named: bool) -> None:
-    class Moe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.Linear(8, 8)
-            self.gate = nn.Linear(8, 6, bias=False)
-            setattr(self, "experts" if named else "parts", nn.ModuleList(Block() for _ in range(6)))
-
-    assert blocks_of(Model(nn.ModuleList(Moe() for _ in range(3)))) == numbered("layers.", 3)
-
-
-def test_what_repeats_inside_a_block_is_part_of_the_block() -> None:
     class WithHeads(Block):
         def __init__(self) -> None:
             super().__init__(16)
@@ -105,7 +91,19 @@ def test_what_repeats_inside_a_block_is_part_of_the_block() -> None:
     assert blocks_of(Model(nn.ModuleList([Block(64)]))) == ("layers.0",)
 
 
-def test_small_stacks_are_minor_and_wrapped_models_keep_their_names() -> None:
+def test_single_experts_are_not_blocks_by_their_name_or_their_router() -> None:
+    class Moe(nn.Module):
+        def __init__(self, experts: str) -> None:
+            super().__init__()
+            self.attn = nn.Linear(8, 8)
+            self.gate = nn.Linear(8, 6, bias=False)
+            setattr(self, experts, nn.ModuleList(Block() for _ in range(6)))
+
+    for name in ("experts", "parts"):
+        assert blocks_of(Model(nn.ModuleList(Moe(name) for _ in range(3)))) == numbered("layers.", 3)
+
+
+def test_small_stacks_are_minor_and_the_final_norm_is_that_of_the_tower_with_the_head() -> None:
     model = Model(nn.ModuleList(Block(64) for _ in range(8)))
     model.tower = nn.ModuleList(Block(4) for _ in range(3))
     model.norm.owner = model  # a model that registers its parent
@@ -119,6 +117,22 @@ def test_small_stacks_are_minor_and_wrapped_models_keep_their_names() -> None:
         model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
     assert blocks_of(model) == numbered("layers.", 4)
     assert detect_blocks(model).stacks[0].class_names == ("Block",)
+    # A large vision tower before a small language model: the norm of the first is not gathered with the head.
+    vision, language = nn.Module(), nn.Module()
+    vision.layers = nn.ModuleList(Block(32) for _ in range(4))
+    vision.norm = nn.LayerNorm(32)
+    language.model = Model(nn.ModuleList(Block() for _ in range(2)))
+    language.model.head = None
+    language.head = nn.Linear(8, 32)
+    model = nn.Module()
+    model.vision, model.language = vision, language
+    blocks = detect_blocks(model)
+    assert blocks.head is not None and blocks.head.fqn == "language.head"
+    assert blocks.final_norm is not None and blocks.final_norm.fqn == "language.model.norm"
+    with pytest.raises(BlockDetectionError, match=r"no parameters.*Pass the model"):
+        detect_blocks(nn.Sequential(nn.ReLU()))
+    with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):
+        detect_blocks(nn.Sequential(nn.LazyLinear(3)))
 
 
 @pytest.mark.parametrize("is_made", [True, False])
@@ -138,25 +152,3 @@ def test_parts_around_the_blocks_are_named(is_made: bool) -> None:
     assert list(found.ties) == [("embed.weight", "head.weight")]
     assert found.scalars == ("scale",)
     assert found.num_params == sum(parameter.numel() for parameter in model.parameters()) - apart
-
-
-def test_a_model_without_parameters_says_what_to_pass() -> None:
-    with pytest.raises(BlockDetectionError, match=r"no parameters.*Pass the model"):
-        detect_blocks(nn.Sequential(nn.ReLU()))
-    with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):
-        detect_blocks(nn.Sequential(nn.LazyLinear(3)))
-
-
-def test_the_final_norm_is_that_of_the_tower_with_the_head() -> None:
-    """A large vision tower before a small language model: the norm of the first is not gathered with the head."""
-    vision, language = nn.Module(), nn.Module()
-    vision.layers = nn.ModuleList(Block(32) for _ in range(4))
-    vision.norm = nn.LayerNorm(32)
-    language.model = Model(nn.ModuleList(Block() for _ in range(2)))
-    language.model.head = None
-    language.head = nn.Linear(8, 32)
-    model = nn.Module()
-    model.vision, model.language = vision, language
-    blocks = detect_blocks(model)
-    assert blocks.head is not None and blocks.head.fqn == "language.head"
-    assert blocks.final_norm is not None and blocks.final_norm.fqn == "language.model.norm"

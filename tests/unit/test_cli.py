@@ -11,10 +11,9 @@ import torch
 import transformers
 import yaml
 
+from hf_fsdp_tools import FSDPConfig, WrapPlan
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
 
@@ -84,7 +83,7 @@ def test_fp8_is_not_estimated(capsys, llama):
     assert "estimated as bf16" in out and "estimated as bf16" in err
 
 
-def test_plan_prints_a_table_a_plan_as_json_and_what_repeats(capsys, llama, tmp_path):
+def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path):
     code, out, err = run(capsys, "plan", llama, "--blocks")
     assert (code, err) == (0, "")
     assert "(root)" in out and "LlamaDecoderLayer" in out and "largest gathered unit" in out
@@ -99,8 +98,6 @@ def test_plan_prints_a_table_a_plan_as_json_and_what_repeats(capsys, llama, tmp_
     assert plan.units[-1].modules == ("",)
     assert WrapPlan.from_json((tmp_path / "deep" / "plan.json").read_text()) == plan
 
-
-def test_plan_options_reach_the_plan(capsys, llama):
     def plan(*words):
         code, out, err = run(capsys, "plan", llama, "--json", *words)
         assert (code, err) == (0, "")
@@ -157,20 +154,17 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
     assert err.startswith("hf-fsdp: error: ") and cure in err and "Traceback" not in err
 
 
-def test_a_hub_name_without_a_network(capsys, monkeypatch):
+def test_a_hub_name_without_a_network_and_a_traceback_on_request(capsys, monkeypatch, tmp_path):
     """The hub cannot be reached in offline mode either, and that needs no waiting."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, _, err = run(capsys, "plan", "nobody/nothing")
     assert code == 1 and err.startswith("hf-fsdp: error: ") and len(err.splitlines()) == 1
     assert "nobody/nothing" in err and "give the folder" in err
-
-
-def test_traceback_on_request(tmp_path):
     with pytest.raises(ValueError, match="No such folder"):
         main(["--traceback", "plan", str(tmp_path / "absent")])
 
 
-def test_config_writes_a_file(capsys, on_cpu, tmp_path):
+def test_config_options_reach_the_file_which_is_written_once(capsys, on_cpu, tmp_path):
     path = tmp_path / "new" / "here.yaml"
     code, out, err = run(capsys, "config", "--output", path)
     assert (code, err) == (0, "")
@@ -184,9 +178,6 @@ def test_config_writes_a_file(capsys, on_cpu, tmp_path):
     assert path.read_text() == "distributed_type: NO\n"
     assert run(capsys, "config", "--output", path, "--force")[0] == 0
     assert yaml.safe_load(path.read_text()) == says(num_processes=2, use_cpu=True)
-
-
-def test_config_options_reach_the_config(capsys, on_cpu):
     words = (
         "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
         "--main_process_port 5 --dp-replicate-size 2 --cp-size 2 --tp-size 2 --ep-size 4 --mixed-precision fp16 "
@@ -212,7 +203,14 @@ def test_config_options_reach_the_config(capsys, on_cpu):
     )
 
 
-def test_config_describes_this_machine_or_another(capsys, monkeypatch):
+def test_config_describes_this_machine_or_another(capsys, on_cpu, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert "--num_cpu_threads_per_process 4 your_script.py" in run(capsys, "config")[2]
+    words = "config --gpu h100-80gb --num_processes 4 --num_machines 2 --machine-rank 1"
+    _, out, err = run(capsys, *words.split(), "--main-process-ip", "a")
+    assert "--machine_rank 1 your_script.py" in err and yaml.safe_load(out)["main_process_port"] == 29500
+    assert "--machine_rank 1 --main_process_ip ADDRESS your_script.py" in run(capsys, *words.split())[2]
+    assert "FSDP_EP_SIZE=4 accelerate launch " in run(capsys, *words.split(), "--ep-size", "4")[2]
     imitate_gpus(monkeypatch, 0)
     err = run(capsys, "config")[2]
     assert "this machine has no GPU" in err and "accelerate launch --config_file FILE" in err
@@ -226,16 +224,6 @@ def test_config_describes_this_machine_or_another(capsys, monkeypatch):
     assert run(capsys, "config", "--num-processes", "2")[0] == 0
 
 
-def test_launch_command_says_what_the_file_cannot(capsys, on_cpu, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert "--num_cpu_threads_per_process 4 your_script.py" in run(capsys, "config")[2]
-    words = "config --gpu h100-80gb --num_processes 4 --num_machines 2 --machine-rank 1"
-    _, out, err = run(capsys, *words.split(), "--main-process-ip", "a")
-    assert "--machine_rank 1 your_script.py" in err and yaml.safe_load(out)["main_process_port"] == 29500
-    assert "--machine_rank 1 --main_process_ip ADDRESS your_script.py" in run(capsys, *words.split())[2]
-    assert "FSDP_EP_SIZE=4 accelerate launch " in run(capsys, *words.split(), "--ep-size", "4")[2]
-
-
 def test_sigint_to_the_command_alone_ends_what_it_has_started():
     script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(20)"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
@@ -245,18 +233,7 @@ def test_sigint_to_the_command_alone_ends_what_it_has_started():
         signal.signal(signal.SIGINT, before)
 
 
-def test_doctor_of_this_machine(capsys, monkeypatch):
-    code, out, err = run(capsys, "doctor")
-    assert (code, err) == (0, "")
-    assert f"torch            {torch.__version__.split('+')[0]}" in out and "gloo" in out
-    assert json.loads(run(capsys, "doctor", "--json")[1])["versions"]["transformers"] == transformers.__version__
-    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._REQUIRED", {"torch": ("99.0", None)})
-    code, out, err = run(capsys, "doctor")
-    assert (code, err) == (1, "")
-    assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out
-
-
-def test_doctor_of_a_model(capsys, llama):
+def test_the_doctor_of_this_machine_a_model_and_a_config(capsys, llama, tmp_path, on_cpu, monkeypatch):
     code, out, err = run(capsys, "doctor", llama, "--num-processes", "3")
     assert (code, err) == (0, "")
     assert "model.layers.{0..1}  LlamaDecoderLayer  2 × " in out and "no findings" in out
@@ -265,9 +242,6 @@ def test_doctor_of_a_model(capsys, llama):
     blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
     assert report["findings"] == []
-
-
-def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     path = tmp_path / "mine.yaml"
     path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     assert run(capsys, "doctor", "--config_file", path) == (0, f"{path}\n\nno findings\n", "")
@@ -278,16 +252,22 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     value = json.loads(run(capsys, "doctor", "--config_file", path, "--json")[1])
     assert value["config_file"] == str(path) and [f["code"] for f in value["findings"]] == ["unknown-key"]
     assert run(capsys, "doctor", "--config_file", "8x80gb")[1].split("\n")[0].endswith("8x80gb.yaml")
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    assert f"torch            {torch.__version__.split('+')[0]}" in out and "gloo" in out
+    assert json.loads(run(capsys, "doctor", "--json")[1])["versions"]["transformers"] == transformers.__version__
+    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._REQUIRED", {"torch": ("99.0", None)})
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (1, "")
+    assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out
 
 
 def test_a_launch_warns_of_what_its_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):
     launched: list[list[str]] = []
     monkeypatch.setattr(launch, "_run", lambda words: launched.append(words) or 0)
     path = tmp_path / "old.yaml"
-    path.write_text(
-        "distributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\ngpu_ids: ''\n"
-        "fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST\n"
-    )
+    old = "distributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\ngpu_ids: ''\n"
+    path.write_text(old + "fsdp_config: {fsdp_backward_prefetch: BACKWARD_POST}\n")
     code, _, err = run(capsys, "finetune", "--config_file", path)
     for warning in ("fsdp_version is absent", "Only FSDP1 has fsdp_backward_prefetch", "num_processes is absent"):
         assert f"warning: {path}: {warning}" in err

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, DynamicCache
 
-from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools import ConfigError, from_pretrained, make_wrap_plan, save_pretrained
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.hooks import cast_inputs, hooks_of_casts
 from hf_fsdp_tools.sharding.phases import install
@@ -24,25 +23,24 @@ class CachingBlock(Block):
         return self.mlp(self.attn(x)) + (0 if cache is None else 1)
 
 
-@pytest.fixture
-def compiled() -> tuple[nn.Module, list[int]]:
-    """The first block of a compiled model, and a list that grows whenever a graph is compiled."""
-    graphs: list[int] = []
+def noting_backend() -> tuple[list[str], Callable[..., Any]]:
+    """A list that grows whenever a graph is compiled, and the backend that does so."""
+    graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(len(inputs))
+        graphs.append(str(graph.graph))
         return graph.forward
 
     torch._dynamo.reset()
-    model = Model(nn.ModuleList(CachingBlock() for _ in range(3)))
-    assert compile_blocks(model, make_wrap_plan(model), {"backend": backend}) == ("layers.0", "layers.1", "layers.2")
-    return model.layers[0], graphs  # type: ignore[index, return-value]
+    return graphs, backend
 
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by position"])
-def test_a_call_with_a_cache_is_not_compiled(compiled: tuple[nn.Module, list[int]], by_name: bool) -> None:
-    block, graphs = compiled
-    x = torch.ones(2, 8)
+def test_a_call_with_a_cache_is_not_compiled(by_name: bool) -> None:
+    graphs, backend = noting_backend()
+    model = Model(nn.ModuleList(CachingBlock() for _ in range(3)))
+    assert compile_blocks(model, make_wrap_plan(model), {"backend": backend}) == ("layers.0", "layers.1", "layers.2")
+    block, x = model.layers[0], torch.ones(2, 8)  # type: ignore[index]
     with_cache = block(x, cache=DynamicCache()) if by_name else block(x, DynamicCache())
     assert graphs == []
     without = block(x)
@@ -52,12 +50,7 @@ def test_a_call_with_a_cache_is_not_compiled(compiled: tuple[nn.Module, list[int
 
 def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
     """The Trainer hands a count to each layer: casts of it would be kernels, and graphs, of each layer."""
-    torch._dynamo.reset()
-    graphs: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(str(graph.graph))
-        return graph.forward
+    graphs, backend = noting_backend()
 
     class Counting(CachingBlock):
         def forward(self, x: torch.Tensor, *, count: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -90,32 +83,21 @@ def test_a_cast_takes_few_kernels(value: torch.Tensor, most: int) -> None:
     assert cast.dtype == (torch.bfloat16 if value.dim() else torch.float32)
 
 
-GRAPHS = {"options": {"triton.cudagraphs": True}}
-
-
-@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"backend": "cudagraphs"}, GRAPHS], ids=str)
-def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="records CUDA graphs"):
-        check_options(options, "cuda")
-    check_options(options, "cpu")
+def test_cuda_graphs_are_refused_where_parameters_move_and_results_are_not_kept_of_compiled_code() -> None:
+    graphs: list[dict[str, Any]] = [{"mode": "max-autotune"}, {"backend": "cudagraphs"}]
+    for options in (*graphs, {"options": {"triton.cudagraphs": True}}):
+        with pytest.raises(ConfigError, match="records CUDA graphs"):
+            check_options(options, "cuda")
+        check_options(options, "cpu")
     check_options({"mode": None, "backend": "inductor", "options": None}, "cuda")  # as Accelerate gives them
-
-
-@pytest.mark.parametrize("options", [{}, {"backend": "inductor"}], ids=str)
-def test_results_of_operators_are_not_kept_of_compiled_code(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"save_ops .* do not compile"):
-        check_options(options, "cpu", Recompute(save_ops=("matmul",)))
+    for options in ({}, {"backend": "inductor"}):
+        with pytest.raises(ConfigError, match=r"save_ops .* do not compile"):
+            check_options(options, "cpu", Recompute(save_ops=("matmul",)))
 
 
 def test_a_plain_loop_runs_compiled_code_which_equal_blocks_share(folders: dict[str, Path], tmp_path: Path) -> None:
     """Models of transformers make a cache in training too, unless their config says not to."""
-    torch._dynamo.reset()
-    graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(len(inputs))
-        return graph.forward
-
+    graphs, backend = noting_backend()
     model = from_pretrained(folders["llama"], compile={"backend": backend}, load_kwargs={"progress": False}).train()
     tokens = torch.randint(3, 60, (2, 8))
     model(input_ids=tokens, labels=tokens).loss.backward()

@@ -24,9 +24,7 @@ CONFIGS = [
     FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="fp16", state_dict_type="FULL_STATE_DICT"),
     FSDPConfig(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="node0", main_process_port=29501),
     FSDPConfig(num_processes=2, gpu_ids="0,3", cpu_ram_efficient_loading=True),
-    FSDPConfig(
-        num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("ALayer", "BLayer")
-    ),
+    FSDPConfig(num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("A", "B")),
     FSDPConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
     FSDPConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
     FSDPConfig(num_processes=2, activation_checkpointing=True, activation_checkpointing_offload=True),
@@ -74,6 +72,7 @@ def launched(tmp_path_factory) -> dict[str, dict[str, str]]:
         file = yaml.safe_load(path.read_text())
         assert found["args"] == {name: file[name] for name in found["args"]}, path
         environments[path.stem] = found["environment"]
+    assert all(environments[path.stem]["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP" for path in SHIPPED)
     return environments
 
 
@@ -94,11 +93,6 @@ def test_every_setting_reaches_the_processes(launched, name):
     sizes = [environment.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE") for name in ("REPLICATE", "SHARD")]
     copied = [str(config.dp_replicate_size), str(config.dp_shard_size)]
     assert sizes == (copied if config.dp_replicate_size > 1 else [None, None])
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_accelerate_launch_takes_what_is_shipped(launched, path):
-    assert launched[path.stem]["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
 
 
 CONTRADICTIONS = [
@@ -130,12 +124,23 @@ def test_contradictions_name_their_cure(fields, cure):
     assert cure in str(caught.value)
 
 
-def test_all_contradictions_at_once():
+def test_contradictions_are_in_one_error_and_ranks_that_share_rows_are_written():
     with pytest.raises(ConfigError) as caught:
         FSDPConfig(num_processes=3, dp_replicate_size=2, use_cpu=True, offload_params=True, min_num_params=1)
     for name in ("dp_replicate_size 2", "offload_params", "min_num_params"):
         assert name in str(caught.value)
     assert "in 3 places" in str(caught.value)
+    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
+    assert config.dp_shard_size == 2
+    section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
+    assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
+        "dp_replicate_size": 2,
+        "dp_shard_size": 2,
+        "cp_size": 2,
+        "tp_size": 1,
+    }
+    with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
+        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)
 
 
 def test_a_suggestion_fits_the_machine(monkeypatch):
@@ -159,17 +164,3 @@ def test_a_config_is_made_and_written_without_torch_and_accelerate():
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
     assert run_python(code).stdout == "[]\n"
-
-
-def test_ranks_that_share_rows_are_written_for_the_launcher():
-    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
-    assert config.dp_shard_size == 2
-    section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
-    assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
-        "dp_replicate_size": 2,
-        "dp_shard_size": 2,
-        "cp_size": 2,
-        "tp_size": 1,
-    }
-    with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
-        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)

@@ -10,10 +10,9 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 
+from hf_fsdp_tools import ConfigError, FSDPConfig
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.diagnostics.findings import Finding
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
 from tests.unit.test_cli import says
 from tests.unit.test_config import CONFIGS, SHIPPED
@@ -89,9 +88,6 @@ def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
         new, became = translate(tmp_path, config.to_accelerate_yaml())
         assert new == yaml.safe_load(config.to_accelerate_yaml())
         assert became["num_processes"] == became["fsdp_version"] == "kept"
-
-
-def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
     file = {
         "distributed_type": "FSDP",
         "num_process": 2,
@@ -111,6 +107,12 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
     assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
     assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
     assert became["parallelism_config_sp_size"] == "left out: not part of this package"
+    file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
+    new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
+    assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert "in 2 copies, one per machine" in became["fsdp_sharding_strategy"]
+    assert new["main_process_ip"] == "ADDRESS-OF-MACHINE-0", "which the launch command replaces"
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
@@ -121,15 +123,6 @@ def test_plain_data_parallelism_becomes_fsdp(tmp_path: Path, kind: str, extra: d
     count = {"MULTI_GPU": 4, "NO": 1, "MULTI_CPU": 2}[kind]
     assert new == says(num_processes=count, use_cpu=kind == "MULTI_CPU")
     assert became["distributed_type"].startswith("FSDP") and "--torch_compile" in became["dynamo_config"]
-
-
-def test_copies_per_machine_stay(tmp_path: Path) -> None:
-    file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
-    new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
-    assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
-    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is False
-    assert "in 2 copies, one per machine" in became["fsdp_sharding_strategy"]
-    assert new["main_process_ip"] == "ADDRESS-OF-MACHINE-0", "which the launch command replaces"
 
 
 ZERO3 = {
@@ -161,9 +154,7 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, became = translate(tmp_path, file)
     assert new == says(num_processes=8, mixed_precision="bf16", offload_params=True)
     launch = capsys.readouterr().out.splitlines()[-1]
-    assert launch.endswith(
-        "your_script.py --gradient_accumulation_steps 4 --max_grad_norm 1.0 --learning_rate 1e-05"
-    ), launch
+    assert launch.endswith("script.py --gradient_accumulation_steps 4 --max_grad_norm 1.0 --learning_rate 1e-05")
     assert became["zero_optimization.overlap_comm"] == "left out: means nothing here"
     assert "--per_device_train_batch_size" in became["train_micro_batch_size_per_gpu"]
     assert "did you mean stage" in became["zero_optimization.stag"]
@@ -171,16 +162,11 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"distributed_type", "num_processes", "deepspeed_config_file", "zero3_init_flag", "optimizer.params.betas"}
     assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
 
+    two = {"zero_stage": 2, "gradient_clipping": 0.5, "offload_param_device": "none"}
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
-    new, became = translate(
-        tmp_path,
-        file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "offload_param_device": "none"}},
-    )
+    new, became = translate(tmp_path, file | {"deepspeed_config": two})
     assert became["offload_param_device"] == "so without it too"
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
-
-
-def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     (tmp_path / "old.yaml").write_text(json.dumps(old))
     assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
@@ -188,9 +174,6 @@ def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: p
     new, _ = translate(tmp_path, old, "--gpu", "h100-80gb", "--num-processes", "2")
     assert new["fsdp_config"]["fsdp_offload_params"] is True
     assert translate(tmp_path, old, "--no-offload-params", "--cpu")[0] == says(num_processes=2, use_cpu=True)
-
-
-def test_a_file_of_deepspeed_that_names_itself_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"deepspeed_config_file": "ds.json", "zero_optimization": {"stage": 3}}')
     assert FSDPConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
 
@@ -216,9 +199,6 @@ def test_what_has_no_meaning_is_an_error(tmp_path: Path, text: str, said: str) -
         FSDPConfig.translate_file(tmp_path / "old.yaml")
 
 
-# ---- files that users wrote ----
-
-
 @pytest.fixture
 def on_eight_gpus(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
@@ -235,6 +215,7 @@ def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
     return FSDPConfig.check_file(path)
 
 
+DP = "parallelism_config_dp"
 FOUND = [
     (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "did you mean fsdp_reshard_after_forward"),
     (text_of(zzz=2), "error unknown-key", "This is no key; known are command_file, commands, compute_environment, "),
@@ -248,10 +229,7 @@ FOUND = [
     (text_of(mixed_precision="fp4"), "error contradiction", "Use one of no, bf16, fp16, fp8."),
     (text_of(mixed_precision="fp8", fp8_config={"backend": "TE"}), "error refused", "Write backend: AO (torchao)."),
     (
-        text_of(
-            num_processes=8,
-            parallelism_config={"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
-        ),
+        text_of(num_processes=8, parallelism_config={f"{DP}_replicate_size": 2, f"{DP}_shard_size": 2}),
         "error contradiction",
         "Set dp_shard_size to num_processes / dp_replicate_size.",
     ),
@@ -262,7 +240,7 @@ FOUND = [
     (
         text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}),
         "error contradiction",
-        "Turn activation_checkpointing on or drop it.",
+        "Turn activation_checkpoint",
     ),
     (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
     (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),

@@ -14,17 +14,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, build_meta_model, load_weights, save_pretrained
 from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import make_checkpoint, make_model, randomize, stored_tensors, tiny_config
 from tests.ranks.test_save import Doubled
 
@@ -138,9 +136,8 @@ def test_each_operation_of_transformers_is_followed(name: str) -> None:
     config: Any = SimpleNamespace(num_attention_heads=4)
     real: dict[str, list[torch.Tensor]] = {k: [torch.randn(s) for s in v] for k, v in sources.items()}
     named = {f"{k}/{i}": t for k, v in real.items() for i, t in enumerate(v)}
-    symbols = {
-        k: [PieceTensor.named(f"{k}/{i}", s, torch.float32) for i, s in enumerate(v)] for k, v in sources.items()
-    }
+    t = torch.float32
+    symbols = {k: [PieceTensor.named(f"{k}/{i}", s, t) for i, s in enumerate(v)] for k, v in sources.items()}
     if "permute_layer_names" in vars(operation) and operation.permute_layer_names is None:
         operation.permute_layer_names = ["w"]  # required before transformers 5.20
     arguments = {"source_patterns": list(sources), "target_patterns": targets, "config": config}
@@ -155,11 +152,7 @@ def test_each_operation_of_transformers_is_followed(name: str) -> None:
 
 def model_class(config: Any) -> type[transformers.PreTrainedModel]:
     """The class that a user would load: with a head where transformers has one."""
-    for auto_class in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModel,
-    ):
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
         if type(config) in auto_class._model_mapping:
             found = auto_class._model_mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
@@ -202,9 +195,7 @@ def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, t
 class PickedByValue(Doubled):
     """A conversion that looks at values, which a tensor without data does not have."""
 
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
         tensor = next(iter(input_dict.values()))[0]
         return {target_patterns[0]: tensor if tensor.sum().item() > 1e9 else tensor * self.factor}
 
@@ -227,7 +218,6 @@ def test_a_conversion_that_computes_is_run_whole_and_counted(computing_conversio
     report = load_weights(model, folder)
     key = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(model.state_dict()[key], reference.state_dict()[key])
-    assert report.converted_bytes == sum(
-        t.num_bytes for k, t in CheckpointIndex.open(folder).tensors.items() if "down_proj" in k
-    )
+    stored = CheckpointIndex.open(folder).tensors
+    assert report.converted_bytes == sum(t.num_bytes for k, t in stored.items() if "down_proj" in k)
     assert "read whole" in str(report)

@@ -19,10 +19,9 @@ from tests._late import LateSideStream, Machine
 MIB = 2**20
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) -> None:
+def test_what_an_accelerator_holds_is_copied_when_the_call_returns() -> None:
     """On a stand-in whose copies are late: same dtype and another, any strides, 0-d, empty, and some on the host."""
-    with Machine(seed=seed) as machine, patch.object(copies, "_BUFFER_BYTES", 512):
+    with Machine(seed=1) as machine, patch.object(copies, "_BUFFER_BYTES", 512):
         on_device = [
             machine.tensor(40, 30, dtype=torch.float32),
             machine.tensor(40, 30, dtype=torch.bfloat16).t(),
@@ -32,7 +31,7 @@ def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) ->
             machine.tensor(0, 3, dtype=torch.float32),
         ]
         sources = [*on_device, torch.zeros(7, 5)]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(1)
         for tensor in sources:
             machine.raw(tensor).copy_(torch.randint(-99, 99, tensor.shape, generator=generator))
         dtypes = [torch.bfloat16 if tensor.is_floating_point() else tensor.dtype for tensor in sources]
@@ -85,7 +84,7 @@ def test_copied_transfers_write_the_same_bytes(tmp_path: Path) -> None:
 LIMITS = {
     "no container": ({}, 1000 * 1024),
     "cgroups 2": (
-        {"memory.max": "900000", "memory.current": "800000", "memory.stat": "anon 1\ninactive_file 50000\n"},
+        {"memory.max": "900000", "memory.current": "800000", "memory.stat": "inactive_file 50000\n"},
         150_000,
     ),
     "cgroups 2 without a limit": ({"memory.max": "max", "memory.current": "8", "memory.stat": "anon 1\n"}, 1000 * 1024),

@@ -94,23 +94,16 @@ def nested(depth: int) -> str:
 
 NOT_DCP = r"\.metadata: is not as DCP writes it: .*Save it again"
 
+NO_ROPE = {"rope_type": "nonsense", "rope_theta": 1e4}
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
-    "config nested deeply": (
-        "files",
-        text("config.json", nested(100_000)),
-        r"config\.json: is not valid JSON: Recursion",
-    ),
+    "config nested deeply": ("files", text("config.json", nested(100_000)), r"config\.json: is not valid JSON: Recur"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
-    "unknown rope": (
-        "files",
-        config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
-        r"configuration of .*'nonsense'.*config\.json",
-    ),
+    "unknown rope": ("files", config(rope_parameters=NO_ROPE), r"configuration of .*'nonsense'.*config\.json"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
     "generation config a list": (
         "files",
         text("generation_config.json", "[]"),
-        r"generation_config\.json: expected a JSON object, found \[\]",
+        r"_config\.json: expected .*, found \[\]",
     ),
     "a place that is a text": ("dcp", metadata(lambda c: setattr(place_of(c), "offset", "7")), NOT_DCP),
     "a path of nested lists": (
@@ -133,9 +126,7 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_values_of_another_kind_are_not_called_quantised_and_other_layers_not_refused(
-    good: dict[str, Path], tmp_path: Path
-) -> None:
+def test_integers_are_not_called_quantised_and_no_class_is_changed(good: dict[str, Path], tmp_path: Path) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -146,10 +137,7 @@ def test_values_of_another_kind_are_not_called_quantised_and_other_layers_not_re
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
         use(folder)
-
-
-def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
-    """A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too."""
+    # A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too.
     record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     for name in (b"cpathlib\nPosixPath\n", record):
         (tmp_path / METADATA).write_bytes(b"\x80\x02" + name + b"(N}U\x03oddctorch\nSize\nstb.")
@@ -190,8 +178,8 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
     "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),
     "a module to import": (
-        adapter_config(megatron_config={}, megatron_core="antigravity"),
-        r"megatron_core is 'antigravity', expected 'megatron\.core'",
+        adapter_config(megatron_config={}, megatron_core="os"),
+        r"megatron_core is 'os', expected '",
     ),
     "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: missing \)"),
     "a rank of 10^9": (adapter_config(r=10**9), r"a dimension is 1000000000, and adapter_model\.safe.* holds"),
@@ -200,8 +188,8 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED_ADAPTERS)
-def test_a_damaged_adapter_is_one_error_and_leaves_the_model_as_it_was(
-    good: dict[str, Path], adapter: Path, tmp_path: Path, name: str
+def test_a_damaged_adapter_is_one_error_and_leaves_the_model(
+    good: Any, adapter: Path, tmp_path: Path, name: str
 ) -> None:
     damage, said = DAMAGED_ADAPTERS[name]
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
@@ -236,18 +224,13 @@ def test_a_pattern_that_takes_endless_time_is_one_error(good: dict[str, Path], a
         load_adapter(AutoModelForCausalLM.from_pretrained(good["files"]), folder)
 
 
-@pytest.mark.parametrize("pattern", ENDLESS)
-def test_patterns_of_a_quantisation_config_end_too(pattern: str) -> None:
-    assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
-    with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=r"quantization_config: .*timed"):
-        packed_forms._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
-
-
-@pytest.mark.parametrize("pattern", ["(.*", "(){1000000000}", "((){ 999 , }){999}", "(" * 10_000])
-def test_patterns_that_cannot_be_compiled_are_refused(pattern: str) -> None:
+@pytest.mark.parametrize("pattern", [*ENDLESS, "(.*", "(){1000000000}", "((){ 999 , }){999}", "(" * 10_001])
+def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) -> None:
     """`regex` unrolls what is counted, until no memory is left."""
-    with pytest.raises(CheckpointError, match=r"is no regular expression .*: (missing|it is too long)") as caught:
-        packed_forms._is_named("model", [pattern])
+    assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
+    said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
+    with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=said) as caught:
+        packed_forms._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
 
 
@@ -277,13 +260,10 @@ def problem(file: Path) -> None:
         raise CheckpointError(f"{file.parent} {found}")
 
 
+HISTORY = '{"global_step": 3, "log_history": [5]}'
 FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
     "a manifest that is a pipe": (pipe, lambda file: read_manifest(file.parent), "is no regular file"),
-    "a history of numbers": (
-        in_file("trainer_state.json", '{"global_step": 3, "log_history": [5]}'),
-        problem,
-        r"\(log_history is \[5\]\)",
-    ),
+    "a history of numbers": (in_file("trainer_state.json", HISTORY), problem, r"\(log_history is \[5\]\)"),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,

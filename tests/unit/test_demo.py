@@ -4,12 +4,11 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model, make_demo_vision_model
+from tests._dist import fake_ranks
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "vocab_size": 400}
 
@@ -33,9 +32,8 @@ def test_tokenizer_and_chat_template(folder):
         assert tokens[0] == tokenizer.bos_token_id and tokenizer.decode(tokens, skip_special_tokens=True) == text
     messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A statement."}]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    assert tokenizer.decode(encoded["input_ids"]) == (
-        "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
-    )
+    whole = "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
+    assert tokenizer.decode(encoded["input_ids"]) == whole
     marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(marked) == "A statement.<|eos|>"
 
@@ -50,6 +48,12 @@ def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folde
     (tmp_path / "config.json").write_text("{}")
     make_demo_model(tmp_path, **SMALL)
     assert (tmp_path / "config.json").read_bytes() == b"{}" and not list(tmp_path.glob("*.safetensors"))
+    # Here the process that comes first on a second machine.
+    fake_ranks(2, rank=1)
+    made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
+    vision = make_demo_vision_model(tmp_path / "vision")
+    assert set(contents(made)) == set(contents(folder))
+    assert {"config.json", "model.safetensors"} <= set(contents(vision))
 
 
 def test_rows_are_made_of_the_same_passages(monkeypatch):
@@ -67,15 +71,3 @@ def test_rows_are_made_of_the_same_passages(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ConfigError, match="use a full CPython"):
         demo_rows("text")
-
-
-def test_the_first_rank_of_each_machine_writes_all_of_it(tmp_path, folder):
-    """Here the process that comes first on a second machine."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
-    try:
-        made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
-        vision = make_demo_vision_model(tmp_path / "vision")
-    finally:
-        dist.destroy_process_group()
-    assert set(contents(made)) == set(contents(folder))
-    assert {"config.json", "model.safetensors"} <= set(contents(vision))

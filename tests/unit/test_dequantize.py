@@ -52,7 +52,7 @@ def in_fp32(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     return Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
 
 
-def on_padded_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def on_short_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The format's own rule, for which transformers has none: blocks of 8 x 16, of which the last ones are short."""
     rows, columns = values.shape
     each = scales.repeat_interleave(8, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
@@ -87,9 +87,7 @@ def as_nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, dt
     return (floats * each).bfloat16().to(dtype)
 
 
-def as_gptq(
-    bits: int, plus: int, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def as_gptq(bits: int, plus: int, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, *rest: Any) -> Any:
     """What GPTQModel computes: the zero points of its older format are stored less 1, which it adds to whole words."""
     *g_idx, dtype = rest
     group = (g_idx[0] if g_idx else torch.arange(len(words) * 32 // bits) // 64).long()
@@ -150,11 +148,7 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
     "blocks": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of(3, 6)}, FP8, in_fp32),
     "one scale": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of()}, FP8, in_fp32),
     "a scale per expert": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3)}, FP8, in_fp32),
-    "short blocks": (
-        {"a.weight": fp8_of(25, 70), "a.weight_scale_inv": scales_of(4, 5)},
-        BLOCKS_8_16,
-        on_padded_blocks,
-    ),
+    "short blocks": ({"a.weight": fp8_of(25, 70), "a.weight_scale_inv": scales_of(4, 5)}, BLOCKS_8_16, on_short_blocks),
     "4 bits": ({"a.weight": bytes_of(24, 48).view(torch.int8), "a.qscale_weight": FP4_EXPONENTS}, FP8, in_fp32),
     "fused experts": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3, 2, 6)}, FP8, in_fp32),
     "mxfp4": ({"a.up_blocks": bytes_of(3, 8, 6, 4), "a.up_scales": EXPONENTS.view(3, 8, 6)}, None, as_gpt_oss),
@@ -164,11 +158,7 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         on_blocks_of_16,
     ),
     "int4 with zero points": (
-        {
-            "a.weight_packed": WORDS,
-            "a.weight_scale": scales_of(25, 3),
-            "a.weight_zero_point": bytes_of(4, 12, seed=1).view(torch.int32),
-        },
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 3), "a.weight_zero_point": words_of(4, 3, seed=1)},
         pack_quantized(4),
         partial(integers_less_zero_points, 4),
     ),
@@ -189,7 +179,7 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         partial(as_gptq, 4, 0x11111111),
     ),
     "awq": (
-        {"a.qweight": words_of(96, 5), "a.qzeros": words_of(3, 5, seed=2), "a.scales": scales_of(3, 40).half()},
+        {"a.qweight": words_of(96, 5), "a.qzeros": words_of(3, 5), "a.scales": scales_of(3, 40).half()},
         AWQ,
         as_awq,
     ),
@@ -296,9 +286,6 @@ def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
             assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (part, whole[start:stop])))
 
 
-# ---- whole loads ----
-
-
 def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
     """A weight of 2 MB at 1 MiB of staging: no part that is dequantised and no window that is read is larger than its
     share of that; one window is read while the one before is dequantised."""
@@ -319,9 +306,7 @@ def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
     seen.are_bounded(1, int(1.05 * 2**16))
     seen.parts.clear()
     report = load_weights(build_meta_model(folder), folder)
-    assert len(seen.parts) < 60 and report.read_calls <= len(seen.parts) + len(stored), (
-        "one call for the scales of many rows"
-    )
+    assert len(seen.parts) < 60 and report.read_calls <= len(seen.parts) + len(stored), "few calls for scales"
     assert report.read_ratio <= 1.001
 
 
@@ -332,9 +317,8 @@ def test_experts_of_nvfp4_are_as_compressed_tensors_makes_them(tmp_path, monkeyp
     from compressed_tensors.quantization import QuantizationScheme
 
     config = QUANTIZED["compressed nvfp4"][2]
-    monkeypatch.setitem(
-        QUANTIZED, "experts", (QUANTIZED["compressed experts"][0], QUANTIZED["compressed nvfp4"][1], config)
-    )
+    made = QUANTIZED["compressed experts"][0], QUANTIZED["compressed nvfp4"][1], config
+    monkeypatch.setitem(QUANTIZED, "experts", made)
     folder = make_quantized("experts", tmp_path / "experts")
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
@@ -353,8 +337,6 @@ def test_experts_of_nvfp4_are_as_compressed_tensors_makes_them(tmp_path, monkeyp
         assert torch.equal(found[f"model.layers.{layer}.mlp.experts.gate_up_proj"], torch.cat([w1, w3], 1))
 
 
-# ---- refusals ----
-
 GOOD = {"a.weight": fp8_of(32, 64), "a.weight_scale_inv": scales_of(2, 2), "b.weight": torch.ones(4)}
 
 
@@ -364,11 +346,7 @@ def good_but(**changed: torch.Tensor | None) -> Tensors:
 
 
 BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
-    "no scales": (
-        good_but(c__weight=fp8_of(8, 8)),
-        None,
-        r"'c\.weight' \(float8_e4m3fn \[8, 8\]\) has no scales beside it",
-    ),
+    "no scales": (good_but(c__weight=fp8_of(8, 8)), None, r"'c\.weight' \(float8_e4m3fn \[8, 8\]\) has no scales"),
     "another shape": (
         good_but(a__weight_scale_inv=scales_of(3, 2)),
         FP8 | {"weight_block_size": [16, 32]},
@@ -385,11 +363,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         r"expected blocks \[experts, rows, blocks, bytes\] with scales .* found scales \[6, 16, 4\]",
     ),
     "zero points of another number": (
-        {
-            "a.weight_packed": WORDS,
-            "a.weight_scale": scales_of(25, 3),
-            "a.weight_zero_point": torch.ones(3, 3, dtype=torch.int32),
-        },
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 3), "a.weight_zero_point": torch.ones(3, 3).int()},
         pack_quantized(4),
         r"its zero points 'a\.weight_zero_point' are \[3, 3\], .* one word for each 8 rows",
     ),
@@ -415,11 +389,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
     ),
     "gptq without values": (gptq(4, qweight=None), GPTQ, r"'a\.qzeros' .* what it scales, 'a\.qweight', is no such"),
     "awq packed as gptq": (gptq(4), AWQ, r"'a\.qweight': \[12, 40\], .* not of one matrix of \[12, 320\] integers"),
-    "gptq of no matrix": (
-        gptq(4, scales=scales_of(40).half()),
-        GPTQ,
-        r"expected three matrices, .*'a\.scales': \[40\]",
-    ),
+    "gptq of no matrix": (gptq(4, scales=scales_of(40).half()), GPTQ, r"three matrices, .*'a\.scales': \[40\]"),
     "gptq of groups of words": (gptq(4), GPTQ | {"group_size": "64"}, r"group_size is '64', expected -1 or a number"),
     "gptq of other groups": (
         gptq(4, g_idx=torch.zeros(48, dtype=torch.int32)),
@@ -434,7 +404,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
     "blocks of no size": (
         good_but(),
         FP8 | {"weight_block_size": [0, 0]},
-        r"weight_block_size is \[0, 0\], expected two numbers above 0",
+        r"weight_block_size is \[0, 0\], expected two n",
     ),
 }
 
@@ -453,9 +423,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_quantized("fp8", tmp_path_factory.mktemp("fp8"))
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"), [("auto-round", "packs values with zero points per group"), (7, "no rule is known")]
-)
+@pytest.mark.parametrize(("method", "reason"), [("auto-round", "packs values with zero points"), (7, "no rule is")])
 def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, method, reason):
     """Whatever the files hold; and the script that makes a plain checkpoint is there."""
     config = json.loads((fp8 / "config.json").read_text())
@@ -464,18 +432,15 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
         load_weights(model, fp8)
 
 
-def test_rotated_weights_are_refused_by_the_key_that_says_so(fp8):
+def test_rotated_weights_are_refused_and_warnings_say_what_was_dequantised(fp8, tmp_path, monkeypatch):
     config = json.loads((fp8 / "config.json").read_text())
     for transform in ({"config_groups": {"R4": {"type": "hadamard"}}}, {"config_groups": {}}, {}):
         quantization = config["quantization_config"] | {"transform_config": transform}
         model = build_meta_model(hf.Qwen3Config(**config | {"quantization_config": quantization}))
         with pytest.raises(CheckpointError, match="has transform_config") if any(transform.values()) else nullcontext():
             load_weights(model, fp8)
-
-
-def test_warnings_say_that_weights_were_dequantised_and_which_contradict_the_config(fp8, tmp_path, monkeypatch):
-    """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
-    than they were quantised."""
+    # transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
+    # than they were quantised.
     for file in fp8.glob("*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((fp8 / "config.json").read_text())

@@ -3,7 +3,6 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    CLIPConfig,
-    DiffLlamaConfig,
-    MixtralConfig,
-)
 
 from hf_fsdp_tools.diagnostics import environment
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
@@ -37,20 +28,14 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import KINDS, make_model
+from tests._dist import fake_ranks
 
 ROOT = Path(__file__).parents[2]
 
 FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
 
 
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_diagnosis_is_data_that_reads_well():
+def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_process_group():
     diagnosis = Diagnosis(findings=(FINDING, replace(FINDING, code="other")), units="Model: 3 parameters")
     assert str(diagnosis).splitlines() == [
         "Model: 3 parameters",
@@ -68,9 +53,6 @@ def test_a_diagnosis_is_data_that_reads_well():
     assert not diagnosis.has_errors
     assert Diagnosis(findings=(replace(FINDING, severity="error"),), units="").has_errors
     assert str(Diagnosis(findings=(), units="Model")).endswith("\nno findings")
-
-
-def test_without_a_process_group_an_unsharded_model_is_no_error():
     model = make_model("llama")
     diagnosis = diagnose(model)
     (finding,) = diagnosis.findings
@@ -81,12 +63,16 @@ def test_without_a_process_group_an_unsharded_model_is_no_error():
         diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
     with pytest.raises(BlockDetectionError, match="no parameters"):
         diagnose(nn.Identity())
+    config = hf.DiffLlamaConfig(hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4)
+    model = build_meta_model(config)
+    assert {parameter.is_meta for parameter in model.parameters()} == {True, False}
+    assert rehearse(model).findings == ()
 
 
 SHAPES = {
-    "llama": (AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
-    "deepseek_v3": (AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
-    "t5": (AutoModelForSeq2SeqLM, {"num_layers": 4}),
+    "llama": (hf.AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
+    "deepseek_v3": (hf.AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
+    "t5": (hf.AutoModelForSeq2SeqLM, {"num_layers": 4}),
 }
 
 
@@ -107,45 +93,31 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
 def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     """Experts of few rows are split along another dimension, and shorter shards are padded to the longest."""
     wide = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 131}
-    config = MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
+    config = hf.MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
     model = build_meta_model(config)
     plan = make_wrap_plan(model)
     memory = estimate_memory(config, num_gpus=ranks, seq_len=16, optimizer="adamw_foreach", reshard_after_forward=True)
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
-        shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
-        dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}
-        stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(ranks)
+    shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+    dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}
+    stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
     # 6 experts on 3 ranks are even.
     assert {name for name, dim in dims.items() if dim} == {n for n in dims if ".experts." in n and ranks > 8}
     assert memory.at_peak["parameters"] == pytest.approx(stored, rel=0.01)
 
 
-def test_parameters_that_are_real_even_on_meta_are_no_fault_of_a_rehearsal():
-    config = DiffLlamaConfig(
-        hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
-    )
-    model = build_meta_model(config)
-    assert {parameter.is_meta for parameter in model.parameters()} == {True, False}
-    assert rehearse(model).findings == ()
-
-
-def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
+def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
+    fake_ranks()
     with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
         rehearse(make_model("llama"))
-
-
-def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
-    config = CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})
+    config = hf.CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})
     mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
-    model = build_meta_model(config, auto_class=AutoModel)
+    model = build_meta_model(config, auto_class=hf.AutoModel)
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
     diagnosis = diagnose(shard_model(model, plan, mesh=mesh))
     assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in str(diagnosis.units)
-    by_hand = build_meta_model(config, auto_class=AutoModel)
+    by_hand = build_meta_model(config, auto_class=hf.AutoModel)
     for tower in (by_hand.text_model, by_hand.vision_model):
         for block in tower.encoder.layers:
             fully_shard(block, mesh=mesh)
@@ -154,48 +126,50 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
     assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.fact and "replicate" in finding.cure
 
 
-def test_the_doctor_needs_what_the_package_needs():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = dict(requirement.split(">=") for requirement in project["dependencies"])
-    least = {name: versions[0] for name, versions in environment._REQUIRED.items()}
-    assert least.items() <= declared.items()
-
-
-def test_a_version_later_than_any_that_was_tried_is_a_warning(monkeypatch):
+def test_a_version_later_than_any_that_was_tried_and_a_torch_without_its_device_are_warned_of(monkeypatch):
     assert not list(environment.untried_versions(*environment._REQUIRED)), "the tests run with tried versions"
     monkeypatch.setattr(environment, "_version", {"accelerate": "1.16.0", "transformers": "5.24.1"}.get)
     monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.17", "5.23"))
     monkeypatch.setitem(environment._REQUIRED, "accelerate", ("1.15", "1.15"))
     accelerate, transformers = environment.untried_versions("accelerate", "transformers")
-    assert (
-        accelerate.severity == "warning" and "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
-    )
+    assert accelerate.severity == "warning"
+    assert "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
     assert "with 5.17 to 5.23" in transformers.fact and 'pip install "transformers==5.23.*"' in transformers.cure
     monkeypatch.setattr(environment, "_version", lambda name: "5.23.9")
     assert not list(environment.untried_versions("transformers")), "a later patch is none"
+    monkeypatch.undo()
+    monkeypatch.setattr(environment, "find_accelerator", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    found = _findings(check_environment())["no-device"]
+    fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
+    assert (found.severity, found.fact) == ("warning", fact)
 
 
 def _findings(environment):
     return {finding.code: finding for finding in environment.findings}
 
 
-def test_the_environment_of_the_tests_is_fit():
-    environment = check_environment()
-    assert not environment.has_errors, environment
-    assert (
-        environment.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    )  # as packaged: "+cu130" may be left out
-    assert "gloo" in environment.backends
-    assert json.loads(environment.to_json())["versions"] == environment.versions
-    assert re.search(r"^torch +2\.\S+ +tried 2\.11 to 2\.\d+$", str(environment), re.MULTILINE)
-    assert environment.tried["torch"][0] == "2.11"
+def test_the_environment_of_the_tests_is_fit_and_the_doctor_needs_what_the_package_needs():
+    found = check_environment()
+    assert not found.has_errors, found
+    # As packaged: "+cu130" may be left out.
+    assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert "gloo" in found.backends
+    assert json.loads(found.to_json())["versions"] == found.versions
+    assert re.search(r"^torch +2\.\S+ +tried 2\.11 to 2\.\d+$", str(found), re.MULTILINE)
+    assert found.tried["torch"][0] == "2.11"
     # A torch for GPUs on a machine without one, and releases after those that were tried, fail no test.
-    assert set(_findings(environment)) <= {"no-device", "version-untried"}, environment
-    assert str(environment).endswith("\nno findings") is not bool(environment.findings)
+    assert set(_findings(found)) <= {"no-device", "version-untried"}, found
+    assert str(found).endswith("\nno findings") is not bool(found.findings)
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    for name, (least, last) in environment.tried.items():
+    for name, (least, last) in found.tried.items():
         if last is not None:
             assert Version(least) <= Version(pinned[name]) < Version(f"{last}.99"), "CI runs with these"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = dict(requirement.split(">=") for requirement in project["dependencies"])
+    least = {name: versions[0] for name, versions in environment._REQUIRED.items()}
+    assert least.items() <= declared.items()
 
 
 @pytest.mark.parametrize(
@@ -231,12 +205,3 @@ def test_devices_of_every_kind_are_named(monkeypatch, kind, backend, emulates):
     assert "one-connection" not in findings
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert _findings(check_environment())["one-connection"].cure == "unset CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def test_a_torch_for_devices_that_sees_none_is_warned_of(monkeypatch):
-    monkeypatch.setattr(environment, "find_accelerator", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
-    found = _findings(check_environment())["no-device"]
-    fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
-    assert (found.severity, found.fact) == ("warning", fact)

@@ -42,12 +42,8 @@ def said(text: str) -> re.Pattern[str]:
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_package():
-    sources = {
-        squeezed(text)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (text := text_of(node)) and len(text) > 10
-    }
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    sources = {squeezed(text) for node in nodes if (text := text_of(node)) and len(text) > 10}
     own, _, _ = TEXTS["docs/troubleshooting.md"].partition("## Messages of other libraries")
     messages = re.findall(r"^\| `([^|]+?)` \|", own, re.MULTILINE)
     assert len(messages) > 50
@@ -97,17 +93,11 @@ def test_files_that_documents_name_are_there(name):
 
 def test_no_sentence_begins_with_of():
     """A stranger stumbles over "Of a model, …": the noun comes first."""
-    texts = {
-        path: path.read_text() for folder in ("hf_fsdp_tools", "recipes") for path in (ROOT / folder).rglob("*.py")
-    }
+    texts = {path: path.read_text() for folder in (PACKAGE, ROOT / "recipes") for path in folder.rglob("*.py")}
     texts |= {ROOT / name: text for name, text in TEXTS.items()}
     begins = re.compile(r"""(?:^|[.:;] |\"\"\"|# |\| |- )Of [a-z]""", re.MULTILINE)
-    found = {
-        f"{path.relative_to(ROOT)}: {text[at.start() : at.start() + 60]!r}"
-        for path, text in texts.items()
-        for at in begins.finditer(text)
-    }
-    assert not found, "\n".join(sorted(found))
+    found = [(path, text[at.start() :][:60]) for path, text in texts.items() for at in begins.finditer(text)]
+    assert not found, "\n".join(f"{path}: {text!r}" for path, text in found)
 
 
 def test_the_reference_has_every_public_name():

@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 import hf_fsdp_tools
 from hf_fsdp_tools import fsdp1, scripting
@@ -49,14 +48,6 @@ def beside_a_script(tmp_path_factory):
     rows = [{"text": f"words of row {number}"} for number in range(20)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def accelerate_as_found():
-    """An Accelerator that an example makes is the only one of its process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def runs(name, names, folder, monkeypatch):

@@ -32,7 +32,7 @@ def test_a_checkpoint_is_written_again_in_small_parts(folders: dict[str, Path], 
     assert report.total_bytes == sum(t.nbytes for t in stored_tensors(folders[kind]).values())
 
 
-def test_dtypes_stay_as_they_are_stored_unless_asked(tmp_path: Path) -> None:
+def test_dtypes_stay_files_of_a_tokenizer_come_along_tokens_are_found(tmp_path: Path, folders: dict[str, Path]) -> None:
     source = make_checkpoint("llama", tmp_path / "source", dtype=torch.bfloat16)
     (file, *_) = sorted(source.glob("*.safetensors"))
     save_file({key: t.float() for key, t in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -43,6 +43,19 @@ def test_dtypes_stay_as_they_are_stored_unless_asked(tmp_path: Path) -> None:
     export_checkpoint(source, tmp_path / "cast", dtype=torch.float16)
     assert {t.dtype for t in stored_tensors(tmp_path / "cast").values()} == {torch.float16}
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float16"
+    source = shutil.copytree(folders["llama"], tmp_path / "other")
+    along = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+    for name in (*along, "training_args.bin", "README.md", "notes.txt"):
+        (source / name).write_text(name)
+    export_checkpoint(source, tmp_path / "along")
+    names = {path.name for path in (tmp_path / "along").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", *along}
+    assert (tmp_path / "along" / "tokenizer.json").read_text() == "tokenizer.json"
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.resize_token_embeddings(140, mean_resizing=False)
+    model.save_pretrained(tmp_path / "grown")
+    export_checkpoint(tmp_path / "grown", tmp_path / "out", config=folders["llama"])
+    assert differences(tmp_path / "out", tmp_path / "grown") == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -55,25 +68,6 @@ def test_quantised_weights_become_floats_of_the_dtype_in_the_files(tmp_path: Pat
     # Plain weights are in bf16 there.
     different = [key for key, t in written.named_parameters() if not torch.equal(t, expected[key].to(dtype))]
     assert different == []
-
-
-def test_files_of_a_tokenizer_come_along_and_no_others(folders: dict[str, Path], tmp_path: Path) -> None:
-    source = shutil.copytree(folders["llama"], tmp_path / "source")
-    along = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
-    for name in (*along, "training_args.bin", "README.md", "notes.txt"):
-        (source / name).write_text(name)
-    export_checkpoint(source, tmp_path / "out")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", *along}
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-
-
-def test_added_tokens_are_found_where_the_config_is_of_the_original(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
-    model.resize_token_embeddings(140, mean_resizing=False)
-    model.save_pretrained(tmp_path / "grown")
-    export_checkpoint(tmp_path / "grown", tmp_path / "out", config=folders["llama"])
-    assert differences(tmp_path / "out", tmp_path / "grown") == []
 
 
 def merged_by_peft(base: PreTrainedModel, adapter: Path, target: Path, **options: Any) -> None:
@@ -122,7 +116,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, name: str) -> No
     assert not is_head or stored_tensors(tmp_path / "ours")["score.weight"].shape == (5, 48)
 
 
-def test_tokens_that_were_added_with_the_adapter(tmp_path: Path) -> None:
+def test_tokens_that_came_with_an_adapter_and_another_base_and_dtype(tmp_path: Path) -> None:
     """PEFT saves the embeddings with the adapter, and needs a base of that size to load them."""
     base = make_checkpoint("llama", tmp_path / "base")
 
@@ -137,22 +131,19 @@ def test_tokens_that_were_added_with_the_adapter(tmp_path: Path) -> None:
     export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     # PEFT has the embeddings of the adapter, and everything else of the base.
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
-
-
-def test_another_base_and_another_dtype(tmp_path: Path) -> None:
-    """As after training on a copy in 4 bits, or on a base that has moved since."""
-    base = make_checkpoint("llama", tmp_path / "base")
-    adapter = adapter_on(model_of(base, torch.float32), lora(), tmp_path / "adapter")
+    # As after training on a copy in 4 bits, or on a base that has moved since.
+    base = make_checkpoint("llama", tmp_path / "plain")
+    adapter = adapter_on(model_of(base, torch.float32), lora(), tmp_path / "second")
     (adapter / "tokenizer.json").write_text("of the adapter")
     base = base.rename(tmp_path / "moved")
     (base / "tokenizer.json").write_text("of the base")
     with pytest.raises(CheckpointError, match=r"base of the adapter .* cannot be opened: No such .*STATE"):
-        export_checkpoint(None, tmp_path / "ours", adapter=adapter)
-    export_checkpoint(base, tmp_path / "ours", adapter=adapter, dtype=torch.bfloat16)
-    merged_by_peft(model_of(base, torch.float32), adapter, tmp_path / "theirs")
-    ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+        export_checkpoint(None, tmp_path / "ours2", adapter=adapter)
+    export_checkpoint(base, tmp_path / "ours2", adapter=adapter, dtype=torch.bfloat16)
+    merged_by_peft(model_of(base, torch.float32), adapter, tmp_path / "theirs2")
+    ours, theirs = stored_tensors(tmp_path / "ours2"), stored_tensors(tmp_path / "theirs2")
     assert all(torch.equal(ours[key], theirs[key].bfloat16()) for key in theirs), "cast after it was merged"
-    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "of the adapter"
+    assert (tmp_path / "ours2" / "tokenizer.json").read_text() == "of the adapter"
 
 
 @pytest.fixture(scope="module")

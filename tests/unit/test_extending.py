@@ -8,9 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import LlamaForCausalLM
 
 from hf_fsdp_tools.errors import CheckpointError
@@ -19,7 +17,7 @@ from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.sharding.phases import Phase
 from hf_fsdp_tools.sharding.shard import FEATURES
 from tests._checkpoints import make_checkpoint, make_model
-from tests._dist import run_ranks
+from tests._dist import fake_ranks, run_ranks
 from tests._training import train
 
 ROOT = Path(__file__).parents[2]
@@ -55,22 +53,12 @@ def test_a_step_of_the_plan() -> None:
 
 
 def test_what_runs_around_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    dist.init_process_group("fake", rank=0, world_size=2)
-    try:
-        with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES]):
-            names = run_section("What runs around blocks")
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(2)
+    with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES]):
+        names = run_section("What runs around blocks")
     rows = capsys.readouterr().out.partition("model.layers.{0..3}\n")[2].partition("\nmodel.norm")[0]
-    assert [row.split()[0] for row in rows.split("\n")] == [
-        "meet",
-        "memory",
-        "gather",
-        "cast",
-        "reshard",
-        "keep",
-        "output",
-    ]
+    phases = [row.split()[0] for row in rows.split("\n")]
+    assert phases == ["meet", "memory", "gather", "cast", "reshard", "keep", "output"]
     block = names["model"].model.layers[0]
     (hook,) = (hook for hook in note_of(names["model"]).hooks if hook.module is block and hook.phase is Phase.OUTPUT)
     assert hook.call(block, (), torch.tensor(1e9)) == 65504

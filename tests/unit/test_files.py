@@ -101,8 +101,8 @@ def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call
 
 
 @pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 4, None)])
-def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
-    tmp_path: Path, columns: int, calls: int, num_bytes: int | None
+def test_columns_are_read_without_waste_or_a_call_per_row(
+    tmp_path: Path, columns: int, calls: int, num_bytes: Any
 ) -> None:
     """Large gaps are skipped, small ones read through."""
     tensor = torch.randn(256, 8192).to(torch.bfloat16)
@@ -116,7 +116,7 @@ def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
 
 
-def test_the_disk_begins_with_large_requests_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_requests_may_be_short_and_are_begun_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with small ones, which the system joins; and a system without such a call is no error."""
     begun: list[tuple[int, int]] = []
     monkeypatch.setattr(files, "begin_sync", lambda descriptor, *part: begun.append(part))
@@ -129,24 +129,7 @@ def test_the_disk_begins_with_large_requests_at_once(tmp_path: Path, monkeypatch
         monkeypatch.setattr(durable, "_BEGIN", None)
         durable.begin_sync(stream.fileno(), 0, 8 * MIB)
     assert durable._BEGIN is None and file.read_bytes()[: large.nbytes] == raw(large)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
-def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advice: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(files.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(torch.ones(4)))
-    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
-    write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
-    with Reader(staging_bytes=MIB, side=None, read_ahead=True) as reader:
-        reader.read([whole(file, torch.ones(4), torch.zeros(4))])
-    assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
-
-
-def test_large_tensors_take_several_requests_which_may_be_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
     tensor = torch.randn(100, 30)
     file = tmp_path / "stored.bin"
@@ -172,9 +155,20 @@ def test_large_tensors_take_several_requests_which_may_be_short(
     assert stats.calls > 6
 
 
-def test_io_errors_name_the_file_and_a_cure_and_end_the_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
+def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(files.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
+    file = tmp_path / "stored.bin"
+    file.write_bytes(raw(torch.ones(4)))
+    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
+    write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
+    with Reader(staging_bytes=MIB, side=None, read_ahead=True) as reader:
+        reader.read([whole(file, torch.ones(4), torch.zeros(4))])
+    assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
+
+
+def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check the path"):
         read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
     file = tmp_path / "full.bin"
@@ -191,17 +185,14 @@ def test_io_errors_name_the_file_and_a_cure_and_end_the_reading(
         write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
 
 
-def test_memory_watch_reads_the_resident_size_and_its_mark(tmp_path: Path) -> None:
+def test_memory_watch_reads_the_resident_size_and_takes_the_mark_only_where_it_rose(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmPeak:\t  9000 kB\nVmHWM:\t  5000 kB\nVmRSS:\t  4000 kB\nRssAnon:\t  1 kB\n")
     assert _resident(status) == (4000 * 1024, 5000 * 1024)
     assert _resident(tmp_path / "absent") == (0, 0)
     if sys.platform == "linux":
         assert all(size > MIB for size in _resident())
-
-
-def test_memory_watch_takes_the_mark_only_where_it_rose() -> None:
-    """Not that of an earlier peak; and nothing where there is less than at the start."""
+    # Not that of an earlier peak; and nothing where there is less than at the start.
     for later, above in (((70, 90), 80), ((70, 50), 60), ((5, 50), 0)):
         with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
             assert MemoryWatch().above(0) == above

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
-from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools import HybridPolicy, WrapPlanError, make_wrap_plan
 from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.flat_shards import FlatShare
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_model
 from tests.unit.test_blocks import Model
 from tests.unit.test_wrap import RunningBlock
@@ -60,40 +58,27 @@ def test_composes_with_other_policies():
     assert set(wrapped_by_torch(model, both)) == {*UNITS["llama"], *(f"{layer}.self_attn" for layer in LAYERS)}
 
 
-def test_parameters_that_stay_whole_are_refused():
+def test_what_fsdp1_cannot_have_is_refused():
     model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(WrapPlanError, match=r"scale of Model must stay whole.*Use FSDP2"):
         hybrid_auto_wrap_policy(model)
-
-
-def test_degrees_of_resharding_are_refused():
     model = make_model("llama")
     wanted = HybridPolicy(reshard_after_forward={"model.layers.*": 2})
     with pytest.raises(WrapPlanError, match=r"smaller world.*model\.layers\.0 \(2\).*True or False.*FSDP2"):
         hybrid_auto_wrap_policy(model, policy=wanted)
-
-
-def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
     model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))
     for block in model.layers:
         block.to(torch.bfloat16).requires_grad_(False)
         block.attn.bias = nn.Parameter(torch.zeros(64))  # an fp32 adapter on a frozen bf16 block
-    with pytest.raises(
-        WrapPlanError, match=r"one dtype per unit.*layers\.0 \(bfloat16, float32\).*Cast the model"
-    ) as e:
+    with pytest.raises(WrapPlanError, match=r"one dtype per unit.*layers\.0 \(bfloat16, float32\).*Cast the m") as e:
         hybrid_auto_wrap_policy(model)
     assert "layers.2" in str(e.value), "all units at once"
-
-
-def test_a_policy_for_another_model_is_refused():
     model, other = make_model("llama"), make_model("llama")
     policy = hybrid_auto_wrap_policy(model)
     with pytest.raises(WrapPlanError, match=r"does not know the LlamaForCausalLM.*the very model"):
         wrapped_by_torch(other, policy)
-    assert set(wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question))) != set(), (
-        "a wrapper is no stranger"
-    )
+    assert wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question)), "a wrapper is no stranger"
     with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel"):
         hybrid_auto_wrap_policy(make_model("gpt2"), plan=make_wrap_plan(model))
 

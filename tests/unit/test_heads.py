@@ -11,12 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import T5EncoderModel
 
-from hf_fsdp_tools import save_pretrained
+from hf_fsdp_tools import build_meta_model, load_weights, save_pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.loading.heads import Heads
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from tests._checkpoints import add_heads, make_checkpoint, make_model, stored_tensors, tiny_config
 
@@ -71,8 +69,15 @@ def test_files_are_closed_with_the_last_copy_of_a_model(with_head: Path) -> None
     assert note_of(model).heads is None and opened() == 0
 
 
-def test_what_the_model_saves_itself_is_not_carried(with_head: Path, tmp_path: Path) -> None:
-    """As where layers were added to a model, which then has what was a head."""
+def test_the_command_copies_or_leaves_out_heads_and_what_a_model_saves_itself_is_not_carried(
+    with_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ([], ["--no-heads"]):
+        assert main(["export", *option, str(with_head), str(tmp_path / f"out{option}")]) == 0
+        told = capsys.readouterr().err
+        saved, stored = stored_tensors(tmp_path / f"out{option}"), stored_tensors(with_head)
+        assert (saved.keys() == stored.keys()) == (option == []) == ("Heads are left out" not in told)
+    # As where layers were added to a model, which then has what was a head.
     model = make_model("deepseek_v3")
     index = CheckpointIndex.open(with_head)
     load_weights(model, with_head, progress=False)
@@ -82,14 +87,6 @@ def test_what_the_model_saves_itself_is_not_carried(with_head: Path, tmp_path: P
     save_pretrained(model, tmp_path / "saved")
     saved = stored_tensors(tmp_path / "saved")
     assert saved.keys() == index.tensors.keys() and (saved["lm_head.weight"] == 7).all()
-
-
-def test_the_command_copies_or_leaves_out(with_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ([], ["--no-heads"]):
-        assert main(["export", *option, str(with_head), str(tmp_path / f"out{option}")]) == 0
-        told = capsys.readouterr().err
-        saved, stored = stored_tensors(tmp_path / f"out{option}"), stored_tensors(with_head)
-        assert (saved.keys() == stored.keys()) == (option == []) == ("Heads are left out" not in told)
 
 
 def test_heads_that_are_absent_or_of_another_vocabulary_are_told(with_head: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ HOOKS = [(own, base, name) for own, base in EXTENDED for name in overridden(own)
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def test_all_that_these_classes_define_is_looked_at():
+def test_all_that_these_classes_define_and_use_is_there():
     names = {name for _, _, name in HOOKS}
     assert {"_save_rng_state", "_update_auto_batch_size", "train", "prepare", "load_state", "_unscale_grads_"} <= names
     for own, base in EXTENDED:
@@ -30,20 +30,6 @@ def test_all_that_these_classes_define_is_looked_at():
                 assert re.search(rf"self\.{name} = ", inspect.getsource(base.__init__)), f"{base.__name__}.{name}"
             elif callable(value) and not name.startswith("__"):
                 assert name in names
-
-
-@pytest.mark.parametrize(("own", "base", "name"), HOOKS, ids=[f"{own.__name__}.{name}" for own, _, name in HOOKS])
-def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
-    assert callable(getattr(base, name, None)), f"{base.__name__} has no {name}: nobody calls ours"
-    theirs = [p.name for p in inspect.signature(getattr(base, name)).parameters.values() if p.kind not in ANY]
-    parameters = inspect.signature(getattr(own, name)).parameters.values()
-    added = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(theirs)
-    mine = [p.name for p in parameters if p.kind not in ANY and p.name not in added]
-    assert mine == theirs[: len(mine)]
-    assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
-
-
-def test_what_is_used_of_private_parts_is_there():
     source = inspect.getsource(Accelerator.__init__)
     for held in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
         assert f"self.{held} = []" in source
@@ -56,6 +42,17 @@ def test_what_is_used_of_private_parts_is_there():
     assert callable(torch.autograd.Variable._execution_engine.queue_callback)
     assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)
     assert callable(torch._amp_foreach_non_finite_check_and_unscale_)
+
+
+@pytest.mark.parametrize(("own", "base", "name"), HOOKS, ids=[f"{own.__name__}.{name}" for own, _, name in HOOKS])
+def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
+    assert callable(getattr(base, name, None)), f"{base.__name__} has no {name}: nobody calls ours"
+    theirs = [p.name for p in inspect.signature(getattr(base, name)).parameters.values() if p.kind not in ANY]
+    parameters = inspect.signature(getattr(own, name)).parameters.values()
+    added = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(theirs)
+    mine = [p.name for p in parameters if p.kind not in ANY and p.name not in added]
+    assert mine == theirs[: len(mine)]
+    assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
 
 
 def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monkeypatch):

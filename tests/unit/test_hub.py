@@ -1,29 +1,24 @@
 """What a name means: a local path or a repository on the hub, alike for every function that takes one."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, build_meta_model, from_pretrained, load_adapter, load_weights
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import make_checkpoint
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "model"))
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    yield tmp_path
-    if dist.is_initialized():  # `from_pretrained` makes a group of one
-        dist.destroy_process_group()
+    return tmp_path
 
 
 def test_a_path_is_local_where_it_exists_or_can_be_no_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import quantize
 from tests._checkpoints import Tensors, dequantized_by_transformers, make_quantized, stored_tensors
 
+Made = Callable[[str], tuple[Path, Path]]
+
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "q_a_proj", "o_proj"], "init_lora_weights": False}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 NAMES = r"(q_proj|k_proj|q_a_proj|o_proj)\.|\.experts\."
@@ -43,7 +45,7 @@ def make_adapter(base: Path, folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("quantised")
 
     def make(kind: str) -> tuple[Path, Path]:
@@ -77,27 +79,20 @@ def by_transformers(weight: torch.Tensor, block: tuple[int, int], scale_fmt: str
     return {"packed": found["weight"], "scale": found["weight_scale_inv"]}
 
 
-RULES: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
-    "floats": ({}, {}),
-    "exponents": ({"scale_fmt": "ue8m0"}, {}),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_the_rule_is_that_of_transformers_bit_for_bit(name: str) -> None:
+@pytest.mark.parametrize("theirs", [{}, {"scale_fmt": "ue8m0"}], ids=["floats", "exponents"])
+def test_the_rule_is_that_of_transformers_bit_for_bit(theirs: dict[str, Any]) -> None:
     """In slabs, with blocks at the edges that are not whole, and with values in the middle between two others.
 
     Powers of two give the stored bytes back; other scales need not, for their largest value is rounded, too. Scales
     that files must not hold, zeros and infinities, are none of theirs.
     """
-    theirs, ours = RULES[name]
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = by_transformers(weight, (8, 16), **theirs)
     like: Any = [SimpleNamespace(dtype=part.dtype, shape=part.shape) for part in expected.values()]
 
     def found(matrix: torch.Tensor, *, stored: Any = like) -> list[torch.Tensor]:
         with patch("hf_fsdp_tools.saving.requantize._SLAB_VALUES", 2000):
-            return quantize(matrix, (8, 16), *stored, **ours)
+            return quantize(matrix, (8, 16), *stored)
 
     assert [bits(part) for part in found(weight)] == [bits(part) for part in expected.values()]
     if theirs:
@@ -113,7 +108,7 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8 experts", pytest.param("fp8 of 128 x 128", marks=pytest.mark.nightly)])
 @pytest.mark.shows("export", "stays quantised")
-def test_a_merged_base_keeps_its_format(made: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
+def test_a_merged_base_keeps_its_format(made: Made, tmp_path: Path, kind: str) -> None:
     """What no adapter changes has the stored bytes; the rest is, for transformers, as far from the merged floats as the
     report says."""
     base, adapter = made(kind)
@@ -149,7 +144,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_whatever_peft_merges(made: Callable[[str], tuple[Path, Path]], tmp_path: Path, name: str) -> None:
+def test_whatever_peft_merges(made: Made, tmp_path: Path, name: str) -> None:
     """Tables have their dtype, and a name of their own where they are tied no more; a matrix that was trained whole is
     quantised."""
     kind, options = MORE[name]
@@ -172,9 +167,7 @@ def test_whatever_peft_merges(made: Callable[[str], tuple[Path, Path]], tmp_path
     assert ("lm_head.weight" in found) == ("trained whole" in name)
 
 
-def test_the_command_says_the_errors(
-    made: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_the_errors(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, adapter = made("fp8")
     words = ["export", "--adapter", str(adapter), str(tmp_path / "out"), "--keep-stored-format"]
     assert main(words) == 0
@@ -188,16 +181,14 @@ def test_the_command_says_the_errors(
 
 
 @pytest.mark.parametrize("kind", ["fp8 and fp4 experts", "compressed per channel", "mxfp4", "gptq"])
-def test_every_other_format_is_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
+def test_every_other_format_is_refused(made: Made, tmp_path: Path, kind: str) -> None:
     base, adapter = made(kind)
     with pytest.raises(ConfigError, match=r"does not hold .*(proj|experts).* as fine-grained FP8.*Merge into floats"):
         kept(base, adapter, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 
-def test_what_cannot_keep_a_format(
-    made: Callable[[str], tuple[Path, Path]], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_keep_a_format(made: Made, folders: dict[str, Path], tmp_path: Path) -> None:
     base, adapter = made("fp8")
     with pytest.raises(ConfigError, match=r"merges an adapter, and casts nothing\. Give one \(--adapter"):
         export_checkpoint(base, tmp_path / "out", keep_stored_format=True)

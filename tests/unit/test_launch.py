@@ -17,7 +17,6 @@ from hf_fsdp_tools.distributed import mesh
 from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, loopback_advice, rank_on_node
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
-from tests._training import forget_accelerate
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,9 +30,7 @@ def launched(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    yield launch
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -70,9 +67,6 @@ def test_a_process_of_its_own_is_a_world_of_one(launched, variables):
 @pytest.fixture
 def alone(launched):
     launched({})
-    forget_accelerate()  # of other tests in this process
-    yield
-    forget_accelerate()
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -83,8 +77,6 @@ def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, re
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=15)
     assert is_running or not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
 
-
-# ---- which device, on which network ----
 
 FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
 
@@ -164,9 +156,6 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
     two_machines.setenv("GLOO_SOCKET_IFNAME", "")
     two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
     assert loopback_advice() == ""
-
-
-# ---- time limits, and what the Trainer takes for its own ----
 
 
 def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import ParallelDims, make_wrap_plan, save_pretrained, shard_model
 from hf_fsdp_tools.errors import ConfigError, RanksError
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.saving.layout import plan_layout
 from tests._checkpoints import make_model
+from tests._dist import fake_ranks
 
 
 def model() -> nn.Module:
@@ -50,12 +50,10 @@ def test_a_cast_is_of_floats_alone_and_shards_without_their_group_are_not_saved(
     dtypes = {key: place.element for key, place in plan_layout(module, torch.bfloat16, "5GB").places.items()}
     assert dtypes.pop("num_batches_tracked") == torch.int64
     assert set(dtypes.values()) == {torch.bfloat16}
-    dist.init_process_group("fake", rank=0, world_size=2)
-    try:
-        sharded = make_model("llama")
-        shard_model(sharded, make_wrap_plan(sharded), mesh=ParallelDims().build_mesh("cpu"))
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(2)
+    sharded = make_model("llama")
+    shard_model(sharded, make_wrap_plan(sharded), mesh=ParallelDims().build_mesh("cpu"))
+    dist.destroy_process_group()
     with pytest.raises(RanksError, match=r"sharded over 2 processes, whose process group has ended .* Save before"):
         save_pretrained(sharded, tmp_path)
     assert not any(tmp_path.iterdir())

@@ -10,25 +10,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-    T5EncoderModel,
-)
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools import CheckpointError, build_meta_model, load_weights
 from tests._checkpoints import make_model
 
 Tensors = dict[str, torch.Tensor]
+MISMATCHED = {"ignore_mismatched_sizes": True}
 
 
-class Quiet(LlamaForCausalLM):
+class Quiet(hf.LlamaForCausalLM):
     _keys_to_ignore_on_load_missing: ClassVar = [r"q_proj"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"adapter"]
 
@@ -47,29 +39,24 @@ def same(tensors: Tensors) -> Tensors:
 
 CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] = {
     # name: (kind of checkpoint, what is changed, class that loads it, arguments)
-    "nothing wrong": ("llama", same, AutoModelForCausalLM, {}),
-    "head to base": ("llama", same, AutoModel, {}),
-    "base to head": ("base", same, AutoModelForCausalLM, {}),
-    "tied, embedding missing": ("tied", drop("embed_tokens"), AutoModelForCausalLM, {}),
+    "nothing wrong": ("llama", same, hf.AutoModelForCausalLM, {}),
+    "head to base": ("llama", same, hf.AutoModel, {}),
+    "base to head": ("base", same, hf.AutoModelForCausalLM, {}),
+    "tied, embedding missing": ("tied", drop("embed_tokens"), hf.AutoModelForCausalLM, {}),
     "a layer missing, keys too many": (
         "deepseek_v3",
         lambda t: add("model.layers.7.mlp.up_proj.weight", "junk")(drop("layers.1.")(t)),
-        AutoModelForSequenceClassification,
+        hf.AutoModelForSequenceClassification,
         {"num_labels": 5},
     ),
-    "a whole expert layer missing": ("mixtral", drop("1.mlp", "1.block_sparse_moe"), AutoModelForCausalLM, {}),
+    "a whole expert layer missing": ("mixtral", drop("1.mlp", "1.block_sparse_moe"), hf.AutoModelForCausalLM, {}),
     "ignored keys": ("llama", lambda t: add("adapter.x", "model.other.x")(drop("q_proj", "k_proj")(t)), Quiet, {}),
-    "half of T5": ("t5", same, T5EncoderModel, {}),
-    "other shapes": (
-        "llama",
-        drop("layers.0.mlp"),
-        AutoModelForCausalLM,
-        {"vocab_size": 77, "ignore_mismatched_sizes": True},
-    ),
+    "half of T5": ("t5", same, hf.T5EncoderModel, {}),
+    "other shapes": ("llama", drop("layers.0.mlp"), hf.AutoModelForCausalLM, {"vocab_size": 77, **MISMATCHED}),
     "old names of norms": (
         "bert",
         lambda t: {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in t.items()},
-        BertForSequenceClassification,
+        hf.BertForSequenceClassification,
         {},
     ),
 }

@@ -5,10 +5,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_fsdp_tools import ConfigError, Muon
+from hf_fsdp_tools import ConfigError, Muon, build_meta_model
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.regions import Piece, View
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.matrices import find_matrices, newton_schulz_flops, sizes_of_matrices
 from hf_fsdp_tools.streaming.owners import assign_owners, matrices_in
 from hf_fsdp_tools.streaming.routes import Holders
@@ -44,9 +43,8 @@ def test_every_trained_parameter_has_one_group_and_no_end_is_a_matrix(kind):
 def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
     model = make_model("mixtral")
     plan = find_matrices(model)
-    assert {name: why for name, why in plan.others if "mlp" in name} == {
-        f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)
-    }
+    gates = {f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)}
+    assert {name: why for name, why in plan.others if "mlp" in name} == gates
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
     pieces = matrices_in(model, [name])[name]
@@ -59,16 +57,16 @@ def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
     assert not hasattr(model, "_weight_conversions"), "what a save writes is as it was"
 
 
-def test_adapters_and_ties_are_no_matrices():
+def test_adapters_and_ties_are_no_matrices_and_a_model_without_blocks_is_refused():
     tied = make_model("tied")
     assert ("model.embed_tokens.weight", "embeddings") in find_matrices(tied).others
-    adapted = get_peft_model(
-        make_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["v_proj"])
-    )
+    adapted = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"]))
     plan = find_matrices(adapted)
     assert {why for name, why in plan.others if "lora" in name} == {"adapters"}
     assert plan.matrices == tuple(f"model.layers.{i}.self_attn.v_proj.modules_to_save.default.weight" for i in range(2))
     assert "Muon    matrices of blocks" in str(plan) or "Muon   matrices of blocks" in str(plan)
+    with pytest.raises(ConfigError, match=r"Linear trains no matrices for Muon\. Only linear layers inside"):
+        Muon(nn.Linear(3, 4))
 
 
 def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():
@@ -84,9 +82,6 @@ def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():
     assert torch.equal(weight, twin)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if p is not weight)
     assert len(optimizer.state) == 1
-
-
-# ---- owners ----
 
 
 def matrix(rows: int, columns: int) -> Piece:
@@ -113,16 +108,7 @@ def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
         assert sent == [part for part in got if part[1] != each.to] and len(got) == 2
     gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])
     assert sum(ownership.sent_bytes) == 2 * gathered, "half of each matrix, there and back"
-
-
-def test_newton_schulz_is_counted_by_its_products():
     counted = torch.utils.flop_counter.FlopCounterMode(display=False)
     with counted:
         torch.optim._muon._zeropower_via_newtonschulz(torch.randn(24, 10), (3.4445, -4.775, 2.0315), 5, 1e-7)
     assert counted.get_total_flops() == newton_schulz_flops(24, 10)
-
-
-def test_a_model_without_blocks_is_refused():
-
-    with pytest.raises(ConfigError, match=r"Linear trains no matrices for Muon\. Only linear layers inside"):
-        Muon(nn.Linear(3, 4))

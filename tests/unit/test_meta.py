@@ -4,21 +4,12 @@ import json
 
 import pytest
 import torch
-import transformers
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    LlamaConfig,
-)
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import make_checkpoint
 
@@ -29,7 +20,7 @@ TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num
 def test_same_tensors_as_from_pretrained(kind, dtype, tmp_path):
     """In the dtype of the config unless given; some modules of T5 stay in fp32 beside fp16."""
     make_checkpoint(kind, tmp_path, dtype=torch.bfloat16)
-    cls = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    cls = hf.AutoModelForSeq2SeqLM if kind == "t5" else hf.AutoModelForCausalLM
     plain = cls.from_pretrained(tmp_path, dtype=dtype)
     meta = build_meta_model(tmp_path, dtype=dtype)
     assert len({p.dtype for p in meta.parameters()}) == (2 if kind == "t5" else 1)
@@ -52,23 +43,23 @@ def test_errors_name_the_cure_and_a_bug_of_the_callers_class_shows(tmp_path):
     with pytest.raises(ConfigError, match="unheard_of"):
         build_meta_model(tmp_path)
     with pytest.raises(ConfigError, match="cannot make a model of this"):
-        build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
+        build_meta_model(hf.BertConfig(), auto_class=hf.AutoModelForSpeechSeq2Seq)
     with pytest.raises(ConfigError, match="flash: neither the config nor the model"):
-        build_meta_model(LlamaConfig(**TINY), flash=True)
+        build_meta_model(hf.LlamaConfig(**TINY), flash=True)
     with pytest.raises(ConfigError, match=r"The LlamaConfig cannot be used to build .*RuntimeError.*Correct the conf"):
-        build_meta_model(LlamaConfig(**TINY | {"vocab_size": -3}))
+        build_meta_model(hf.LlamaConfig(**TINY | {"vocab_size": -3}))
 
-    class Own(transformers.LlamaForCausalLM):
+    class Own(hf.LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
             raise KeyError("a bug")
 
     with pytest.raises(KeyError, match="a bug"):
-        build_meta_model(LlamaConfig(**TINY), auto_class=Own)
+        build_meta_model(hf.LlamaConfig(**TINY), auto_class=Own)
 
 
-def test_allocate_keeps_ties_dtypes_and_attributes():
-    model = build_meta_model(LlamaConfig(**TINY, tie_word_embeddings=True), dtype=torch.bfloat16)
+def test_what_is_allocated_keeps_ties_and_what_nothing_fills_is_an_error():
+    model = build_meta_model(hf.LlamaConfig(**TINY, tie_word_embeddings=True), dtype=torch.bfloat16)
     model.model.norm.weight.note = "kept"
     model.model.norm.weight.requires_grad_(False)
     allocate(model, device=torch.device("cpu"), dtype=torch.float32)
@@ -77,12 +68,29 @@ def test_allocate_keeps_ties_dtypes_and_attributes():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    with torch.device("meta"):
+        model = Odd()
+    allocate(model, device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"table.*persistent"):
+        initialize_missing(model, missing_keys=())
+    model = get_peft_model(build_meta_model(hf.LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
+    allocate(model, device=torch.device("cpu"))
+    missing = [name for name in model.state_dict() if "lora_B" in name]
+    with pytest.raises(CheckpointError, match=r"Adapter weights on meta.*lora_B.*let prepare\(\) shard it"):
+        initialize_missing(model, missing_keys=missing)
+
 
 @pytest.mark.parametrize(
     ("config", "auto_class"),
     [
-        (BertConfig(**TINY, max_position_embeddings=20), AutoModel),
-        (transformers.Gemma3TextConfig(**TINY, head_dim=8, num_key_value_heads=1), AutoModelForCausalLM),
+        (hf.BertConfig(**TINY, max_position_embeddings=20), hf.AutoModel),
+        (hf.Gemma3TextConfig(**TINY, head_dim=8, num_key_value_heads=1), hf.AutoModelForCausalLM),
     ],
 )
 def test_non_persistent_buffers_equal_a_model_built_the_plain_way(config, auto_class):
@@ -101,10 +109,10 @@ def test_non_persistent_buffers_equal_a_model_built_the_plain_way(config, auto_c
 
 
 def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
-    config = LlamaConfig(**TINY, num_labels=3, initializer_range=0.5)
+    config = hf.LlamaConfig(**TINY, num_labels=3, initializer_range=0.5)
 
     def head(missing, seed=0):
-        model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
+        model = build_meta_model(config, auto_class=hf.AutoModelForSequenceClassification)
         allocate(model, device=torch.device("cpu"))
         initialize_missing(model, missing_keys=missing, seed=seed)
         return model.score.weight.detach()
@@ -116,22 +124,3 @@ def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
     state = torch.get_rng_state()
     head({"score.weight"})
     assert torch.equal(state, torch.get_rng_state()), "the user's random state is left alone"
-
-
-def test_buffers_and_adapters_that_nothing_fills_are_errors():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.register_buffer("table", torch.arange(3.0), persistent=False)
-
-    with torch.device("meta"):
-        model = Odd()
-    allocate(model, device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"table.*persistent"):
-        initialize_missing(model, missing_keys=())
-    model = get_peft_model(build_meta_model(LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
-    allocate(model, device=torch.device("cpu"))
-    missing = [name for name in model.state_dict() if "lora_B" in name]
-    with pytest.raises(CheckpointError, match=r"Adapter weights on meta.*lora_B.*let prepare\(\) shard it"):
-        initialize_missing(model, missing_keys=missing)

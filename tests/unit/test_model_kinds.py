@@ -42,7 +42,7 @@ def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=No
     check_before_loading(model_args, training, tokenizer, rows, auto_class=auto_class)
 
 
-def test_decoders_beside_an_encoder_and_positions_behind_the_row_of_padding(tokenizer, tmp_path):
+def test_what_a_kind_of_model_cannot_do_is_named_with_what_helps(tokenizer, tmp_path):
     for kind in ("t5", "bart"):
         said = rf"{kind} is an encoder and a decoder \({kind}\).* Give a causal language m"
         with pytest.raises(ConfigError, match=said):
@@ -52,9 +52,6 @@ def test_decoders_beside_an_encoder_and_positions_behind_the_row_of_padding(toke
         check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
     check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=254)
     check("bert", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
-
-
-def test_what_peft_cannot_adapt_is_named_with_what_helps(tokenizer, tmp_path):
     every = {"use_peft": True, "lora_target_modules": ["all-linear"]}
     with pytest.raises(ConfigError, match=r"--lora_dropout 0\.05: the experts of MixtralForC.* Use --lora_dropout 0,"):
         check("mixtral", TEXT, tokenizer, tmp_path, **every)
@@ -64,9 +61,6 @@ def test_what_peft_cannot_adapt_is_named_with_what_helps(tokenizer, tmp_path):
     classifier = {**every, "lora_task_type": "SEQ_CLS", "auto_class": hf.AutoModelForSequenceClassification}
     with pytest.raises(ConfigError, match=r"modules_to_save cannot be applied .*pre_classifier, classifier\. Name"):
         check("distilbert", TEXT, tokenizer, tmp_path, **classifier)
-
-
-def test_a_prompt_of_text_beside_chats_becomes_a_turn(tokenizer, tmp_path):
     asked, good, bad = ASK["content"], *CHATS.values()
     alone = {name: turns[1:] for name, turns in CHATS.items()}
     for row, expected in (

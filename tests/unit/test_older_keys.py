@@ -83,9 +83,7 @@ def refuse_change(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("model_type", "rope", "older"), ROPES)
-def test_older_readers_find_their_keys(
-    tmp_path: Path, model_type: str, rope: dict[str, Any], older: dict[str, Any]
-) -> None:
+def test_older_readers_find_their_keys(tmp_path: Path, model_type: str, rope: dict[str, Any], older: Any) -> None:
     if model_type not in CONFIG_MAPPING:  # 5.17, which is supported too, lacks some of 5.23
         pytest.skip(f"{model_type} is newer than transformers {hf.__version__}")
     text = tiny_config(model_type).get_text_config().to_dict()
@@ -96,9 +94,19 @@ def test_older_readers_find_their_keys(
         assert content["rope_parameters"].items() >= rope.items(), "the newer keys stay"
 
 
-def test_models_inside_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_models_inside_have_keys_of_their_own_and_exports_write_both(tmp_path: Path) -> None:
     content = refuse_change(tiny_config("gemma3"), tmp_path)
     assert {"rope_theta", "rope_local_base_freq"} <= content["text_config"].keys() and "rope_theta" not in content
+    # Also where the base has the older keys alone, as it was written by transformers 4.
+    make_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    content = json.loads(file.read_text())
+    content["num_experts"] = content.pop("num_local_experts")
+    file.write_text(json.dumps({k: v for k, v in content.items() if k != "rope_parameters"} | NO_SCALING))
+    export_checkpoint(tmp_path / "base", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.items() >= (NO_SCALING | {"num_experts": 4, "num_local_experts": 4}).items()
+    assert written["rope_parameters"] == DEFAULT
 
 
 @pytest.mark.nightly
@@ -113,16 +121,3 @@ def test_no_type_reads_its_file_otherwise(tmp_path: Path, rope: dict[str, Any]) 
         except Exception:  # such a configuration is none, for transformers
             continue
         refuse_change(config, tmp_path / model_type)
-
-
-def test_saves_and_exports_write_both(tmp_path: Path) -> None:
-    """Also where the base has the older keys alone, as it was written by transformers 4."""
-    make_model("qwen3_moe").save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "config.json"
-    content = json.loads(file.read_text())
-    content["num_experts"] = content.pop("num_local_experts")
-    file.write_text(json.dumps({k: v for k, v in content.items() if k != "rope_parameters"} | NO_SCALING))
-    export_checkpoint(tmp_path / "base", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written.items() >= (NO_SCALING | {"num_experts": 4, "num_local_experts": 4}).items()
-    assert written["rope_parameters"] == DEFAULT

@@ -34,7 +34,7 @@ def test_an_adapter_beside_a_model_is_put_on_it_as_transformers_does(folders: di
     assert all(torch.equal(named[name], tensor) for name, tensor in expected.items())
 
 
-def test_settings_by_which_an_inner_model_generates_are_kept(tmp_path: Path) -> None:
+def test_settings_by_which_models_generate_are_kept(tmp_path: Path, folders) -> None:
     model_class, inner = CsmForConditionalGeneration, "depth_decoder"
     model: Any = build(model_class, shrink(build_config("csm"), "tiny", sizes=SIZES))
     getattr(model, inner).generation_config.update(max_length=37)
@@ -47,9 +47,6 @@ def test_settings_by_which_an_inner_model_generates_are_kept(tmp_path: Path) -> 
     save_pretrained(opened, tmp_path / "ours")
     again.save_pretrained(tmp_path / "theirs")
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
-
-
-def test_settings_by_which_older_models_generate_are_those_of_their_config(folders, tmp_path: Path) -> None:
     shutil.copytree(folders["t5"], tmp_path / "older")
     (tmp_path / "older" / "generation_config.json").unlink()
     file = tmp_path / "older" / "config.json"
@@ -60,9 +57,6 @@ def test_settings_by_which_older_models_generate_are_those_of_their_config(folde
     assert opened.generation_config.to_dict() == again.generation_config.to_dict()
     save_pretrained(opened, tmp_path / "saved")
     assert older.items() <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
-
-
-def test_the_models_that_keep_settings_of_an_inner_one_are_those_of_transformers() -> None:
     models = Path(transformers.__file__).parent / "models"
     found = {}
     for file in models.glob("*/modeling_*.py"):
@@ -84,9 +78,7 @@ def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
     assert differences(tmp_path / "stored", tmp_path / "saved") == []
 
 
-@pytest.mark.parametrize(
-    "base", ["reference://::file:///refs.json", "s3://bucket/base", "simplecache::s3://bucket/base"]
-)
+@pytest.mark.parametrize("base", ["reference://::file:///r.json", "s3://bucket/base", "simplecache::s3://bucket/base"])
 def test_a_file_does_not_say_what_this_process_connects_to(folders: dict[str, Path], tmp_path: Path, base: str) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama"]), config)

@@ -95,9 +95,8 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
         row = {"check": "loss", "rows": "rows", "precision": "fp32", "difference": None, "problem": ""}
         return Proof(model=model, layout=layout, checks=[row], left_out={}, first_module="", versions={})
 
-    monkeypatch.setattr(
-        hf_fsdp_tools, "export_checkpoint", noted("export", lambda *_, **__: SaveReport(folder=f"{llama}"))
-    )
+    exported = noted("export", lambda *_, **__: SaveReport(folder=f"{llama}"))
+    monkeypatch.setattr(hf_fsdp_tools, "export_checkpoint", exported)
     monkeypatch.setattr(proof_run, "prove", noted("prove", proved))
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
 

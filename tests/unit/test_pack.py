@@ -38,9 +38,8 @@ def test_the_layers_that_transformers_would_quantise():
     """T5 keeps `wo` in fp32 beside fp16, and heads are left out; what is named is left out too."""
     config = hf.T5Config(vocab_size=131, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
     given = four_bits(llm_int8_skip_modules=["SelfAttention.q", "lm_head"])
-    model = build_meta_model(
-        config, auto_class=hf.AutoModelForSeq2SeqLM, dtype=torch.float16, quantization_config=given
-    )
+    kind = hf.AutoModelForSeq2SeqLM
+    model = build_meta_model(config, auto_class=kind, dtype=torch.float16, quantization_config=given)
     packed = weights_4bit(model)
     assert packed and not [key for key in packed if ".wo." in key or "SelfAttention.q" in key or "lm_head" in key]
     for key, form in packed.items():
@@ -52,7 +51,7 @@ def test_the_layers_that_transformers_would_quantise():
     assert model.is_loaded_in_4bit and model.config.quantization_config is model.hf_quantizer.quantization_config
 
 
-def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_refused():
+def test_what_cannot_be_packed_is_refused_and_a_plan_is_that_of_the_plain_model(tmp_path):
     config = hf.LlamaConfig(**TINY)
     units = [unit.modules for unit in make_wrap_plan(build_meta_model(config)).units]
     for storage in (torch.uint8, torch.float32):
@@ -70,6 +69,12 @@ def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_ref
     odd = hf.LlamaConfig(**TINY | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
     with pytest.raises(ConfigError, match=r"gate_proj\.weight' \[67, 36\] has 2412 values.*llm_int8_skip"):
         build_meta_model(odd, quantization_config=four_bits())
+    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)
+    model = build_meta_model(tmp_path, quantization_config=four_bits(bnb_4bit_quant_storage=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight': expected 16 or 32-bit .* found float8_e4m3fn"):
+        load_weights(model, tmp_path)
 
 
 def test_without_bitsandbytes_the_message_has_the_pip_line(monkeypatch):
@@ -117,9 +122,7 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
     config = hf.LlamaConfig(**TINY | {"intermediate_size": 1024})
     hf.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     pools, pool = [], files.ThreadPoolExecutor
-    monkeypatch.setattr(
-        files, "ThreadPoolExecutor", lambda *args, **options: pools.append(args) or pool(*args, **options)
-    )
+    monkeypatch.setattr(files, "ThreadPoolExecutor", lambda *args, **given: pools.append(args) or pool(*args, **given))
 
     def loaded():
         model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
@@ -139,12 +142,3 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
     assert found.keys() == expected.keys()
     for key in expected:
         assert torch.equal(found[key], expected[key]), key
-
-
-def test_8_bit_floats_are_no_values_to_pack(tmp_path):
-    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(tmp_path)
-    tensors = load_file(file := tmp_path / "model.safetensors")
-    save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)
-    model = build_meta_model(tmp_path, quantization_config=four_bits(bnb_4bit_quant_storage=torch.uint8))
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight': expected 16 or 32-bit .* found float8_e4m3fn"):
-        load_weights(model, tmp_path)

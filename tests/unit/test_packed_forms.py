@@ -29,16 +29,10 @@ def deepseek_v3() -> Any:
     return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, first_k_dense_replace=1))
 
 
+PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "scale_dtype": "torch.float32"}
 SAYS: dict[str, dict[str, Any]] = {
     "fp8 and fp4 experts": {"weight_block_size": [8, 16], "expert_dtype": "fp4"},
-    "compressed per tensor": {
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "scale_dtype": "torch.float32"},
-            }
-        }
-    },
+    "compressed per tensor": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": PER_TENSOR}}},
 }
 """What released configurations say, beside the small ones of the checkpoints."""
 
@@ -68,8 +62,15 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     assert next(looks) == next(looks)
 
 
-def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monkeypatch):
-    """Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded."""
+def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monkeypatch):
+    model = llama(**FP8)
+    pack(model, stored_forms(model))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(1)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([weight.floats()] * 2))
+    # Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded.
     config = QUANTIZED["fp8"][0]().config
     config.quantization_config = QUANTIZED["fp8"][2]
     model = build_meta_model(config)
@@ -78,20 +79,8 @@ def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monke
     initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
 
-def test_weights_that_stay_quantised_are_floats_where_they_are_joined():
-    model = llama(**FP8)
-    pack(model, stored_forms(model))
-    model.to_empty(device="cpu")
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(1)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(torch.cat([weight, weight]), torch.cat([weight.floats()] * 2))
-
-
 def llama(**quantization: Any) -> Any:
-    config = hf.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
-    )
+    config = hf.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config.quantization_config = quantization
     return build_meta_model(config)
 
@@ -126,9 +115,6 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
     config.intermediate_size = 97
     with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
         stored_forms(build_meta_model(config))
-
-
-def test_blocks_of_compressed_tensors():
     for size in ([32, 16], "32x16"):
         config = of_group(num_bits=8, type="float", strategy="block", block_structure=size)
         found = stored_forms(llama(**config | {"format": "float-quantized"}))

@@ -1,7 +1,7 @@
 """Documents in a packed row know nothing of each other, or the model is refused; on plain models of one process."""
 
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -58,10 +58,7 @@ def test_a_document_has_the_logits_that_it_has_alone(attention):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        *((kind, torch.float32) for kind in APART + TOGETHER),
-        *((kind, torch.bfloat16) for kind in ("llama", "mixtral", "gpt_oss", "mamba")),
-    ],
+    [*product(APART + TOGETHER, [torch.float32]), *product(("llama", "mixtral", "gpt_oss", "mamba"), [torch.bfloat16])],
 )
 def test_models_that_see_the_documents_before_are_refused(kind, dtype):
     one = trainer(kind, dtype=dtype)

@@ -1,18 +1,18 @@
 """Sizes and rules by which layers and experts cannot be divided: one error, with values and cure, before any is."""
 
+from itertools import product
 from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_tools import ConfigError, ParallelDims, build_meta_model, parallelize_model
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.sharding.parallel import checked_rules
 from tests._checkpoints import tiny_config
+from tests._dist import fake_ranks
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -53,35 +53,24 @@ def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
     model = build_meta_model(tiny_config("qwen3_moe", 2))
     mlp, of_tried_rows = model.model.layers[0].mlp, torch.zeros(1, 8, 1, device="meta")
     mlp.forward = MethodType(lambda self, hidden: type(self).forward(self, hidden) + of_tried_rows, mlp)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
-        with pytest.raises(ConfigError, match=r"cp_size 2: it does not run on a part of a row .* Leave cp_size out"):
-            parallelize_model(model, mesh)
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(2)
+    mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
+    with pytest.raises(ConfigError, match=r"cp_size 2: it does not run on a part of a row .* Leave cp_size out"):
+        parallelize_model(model, mesh)
     model = get_peft_model(build_meta_model(tiny_config("llama", 2)), LoraConfig(), low_cpu_mem_usage=True)
     with pytest.raises(ConfigError, match=r"has adapters already .* Give peft_config to from_pretrained"):
         checked_rules(model.get_base_model(), 2, 1)
 
 
-@pytest.mark.parametrize("size", [0, 2.0, True])
-@pytest.mark.parametrize("name", ["tp_size", "ep_size"])
-def test_sizes_are_whole_numbers_from_1(name, size):
-    said = f"{name} is {size!r}; it must be a whole number, 1 or more"
-    for make in (lambda: ParallelDims(**{name: size}), lambda: dims_of(SimpleNamespace(**{name: size}))):
-        with pytest.raises(MeshError, match=said):
-            make()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
+def test_sizes_are_whole_numbers_from_1_that_fit():
+    for name, size in product(("tp_size", "ep_size"), (0, 2.0, True)):
+        for make in (ParallelDims, lambda **sizes: dims_of(SimpleNamespace(**sizes))):
+            with pytest.raises(MeshError, match=f"{name} is {size!r}; it must be a whole number, 1 or more"):
+                make(**{name: size})
+    for sizes, said in (
         ({"tp_size": 3}, "x tp_size 3 does not make the 8 processes"),
         ({"ep_size": 8, "dp_replicate_size": 2}, "ep_size 8 does not divide the 4 processes of a copy"),
         ({"ep_size": 2, "tp_size": 2, "cp_size": 2}, "ep_size 2 is no multiple of cp_size 2 x tp_size 2"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, said):
-    with pytest.raises(MeshError, match=said):
-        ParallelDims(**sizes).resolve(8)
+    ):
+        with pytest.raises(MeshError, match=said):
+            ParallelDims(**sizes).resolve(8)

@@ -7,9 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, shard_model
 from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2, refuse_without
@@ -17,13 +15,7 @@ from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, describe_hooks, 
 from hf_fsdp_tools.sharding.shard import FEATURES
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from tests._checkpoints import make_model
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+from tests._dist import fake_ranks
 
 
 def sharded(**options: object) -> nn.Module:
@@ -82,7 +74,8 @@ model.norm lm_head
   keep        skipped.leave"""
 
 
-def test_the_order_of_all_features_is_printed_and_copies_have_it_once(two_ranks: None) -> None:
+def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
+    fake_ranks(2)
     dims = ParallelDims(cp_size=2).build_mesh("cpu")
     model = sharded(mesh=dims, mp_policy="bf16", activation_checkpointing={"offload": True})
     assert describe_hooks(model) == EXPECTED
@@ -155,7 +148,8 @@ class Doubled(Feature):
             yield Hook(block, Phase.WHOLE, lambda block, args, output: output / 2)
 
 
-def test_a_feature_of_somebody_else_is_one_class(two_ranks: None) -> None:
+def test_a_feature_of_somebody_else_is_one_class() -> None:
+    fake_ranks(2)
     with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES, Doubled()]):
         with pytest.raises(ConfigError, match="doubled blocks are not offloaded"):
             sharded(offload_policy=True)

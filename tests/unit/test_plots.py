@@ -68,7 +68,7 @@ PICTURES = {
 }
 
 
-def test_memory_of_a_step_over_time():
+def test_memory_of_a_step_over_time_in_few_points():
     line = drawing.memory_timeline(*a_step())
     assert line.peak_bytes == 42 * GB and line.phases[line.peak] == "loss"
     assert line.allocated[-1] == 10 * GB and list(line.seconds) == sorted(line.seconds)
@@ -77,19 +77,20 @@ def test_memory_of_a_step_over_time():
     # what was there before may be freed
     freed = drawing.memory_timeline([Alloc(1, 5, "temporaries", ""), Free(7)], [Alloc(7, 100, "gradients", "")], len)
     assert freed.allocated == (105, 5)
-
-
-def test_few_points_keep_the_peak_and_the_phases():
     step = a_step(units=400)
     line, full = (drawing.memory_timeline(*step, most_points=most) for most in (100, 10**6))
     assert len(line.seconds) < 150 < len(full.seconds) == len(step[0]) and line.peak_bytes == full.peak_bytes
+    both = [[*zip(one.allocated, one.phases, strict=True)] for one in (line, full)]
     for phase in ("forward", "backward", "optimizer"):
-        few, every = (
-            [held for held, at in zip(one.allocated, one.phases, strict=True) if at == phase] for one in (line, full)
-        )
+        few, every = ([held for held, at in each if at == phase] for each in both)
         assert (max(few), min(few)) == (max(every), min(every)), phase
     assert list(dict.fromkeys(line.phases)) == ["forward", "loss", "backward", "optimizer"]
     assert drawing.extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
+    # Phases begin at equal places in a comparison.
+    lines = {"root-only": drawing.memory_timeline(*TWELVE[:2], lambda work: 3 * work.num_bytes), "hybrid": STEP}
+    drawn = drawing.draw_comparison(lines, model="m").axes[0].lines
+    one, two = (line for line in drawn if len(line.get_xdata()) == len(TWELVE[0]))
+    assert list(one.get_xdata()) == pytest.approx(list(two.get_xdata()))
 
 
 @pytest.mark.parametrize(
@@ -108,21 +109,10 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
-def test_the_same_step_at_another_speed_falls_on_itself():
-    """Phases begin at equal places in a comparison."""
-    lines = {"root-only": drawing.memory_timeline(*TWELVE[:2], lambda work: 3 * work.num_bytes), "hybrid": STEP}
-    drawn = drawing.draw_comparison(lines, model="m").axes[0].lines
-    one, two = (line for line in drawn if len(line.get_xdata()) == len(TWELVE[0]))
-    assert list(one.get_xdata()) == pytest.approx(list(two.get_xdata()))
-
-
-def test_without_matplotlib_the_command_that_installs_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
-        PICTURES["loss"]()
-
-
-def test_nothing_to_draw_is_refused(tmp_path):
+def test_nothing_to_draw_and_nothing_to_draw_with_are_refused(tmp_path, monkeypatch):
     for draw in (lambda: draw_losses({"a": []}, setting=""), lambda: save(PICTURES["loss"](), tmp_path / "c.gif")):
         with pytest.raises(ConfigError):
             draw()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
+        PICTURES["loss"]()

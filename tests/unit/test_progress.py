@@ -10,12 +10,11 @@ import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging
 
+from hf_fsdp_tools import build_meta_model, load_weights
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading import report as progress
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.report import loading_bar
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint
 
 
@@ -38,15 +37,12 @@ def shown(stream: io.StringIO, **options: Any) -> str:
     return stream.getvalue()[start:]
 
 
-def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: io.StringIO) -> None:
+def test_rank_0_shows_bytes_and_speed_on_a_terminal_where_bars_are_not_switched_off(terminal: io.StringIO) -> None:
     text = shown(terminal)
     assert "Loading weights (rank 0 of 8): 100%" in text and "4.00G/4.00G" in text and "B/s" in text
     assert "Loading weights: 100%" in shown(terminal, world_size=1)
     assert shown(terminal, rank=1) == shown(terminal, rank=1, progress=True) == ""
     assert shown(terminal, progress=False) == ""
-
-
-def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: io.StringIO) -> None:
     logging.disable_progress_bar()
     assert shown(terminal) == "" and "100%" in shown(terminal, progress=True)
     logging.enable_progress_bar()

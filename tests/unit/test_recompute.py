@@ -9,14 +9,8 @@ import transformers as hf
 from torch import nn
 
 from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.sharding.recompute import (
-    Recompute,
-    StreamLink,
-    as_recompute,
-    check_checkpointing,
-    checkpoint_activations,
-    operators_named,
-)
+from hf_fsdp_tools.sharding import recompute
+from hf_fsdp_tools.sharding.recompute import Recompute, StreamLink, checkpoint_activations
 from tests._checkpoints import make_model
 from tests._late import LateSideStream, Machine
 
@@ -99,12 +93,12 @@ def test_copies_overlap_with_the_computation() -> None:
     checkpoint_activations(model, Recompute(offload=True), link_of=lambda _: link)
     for index, block in enumerate(model.model.layers):
         block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
-    on_device: list[Any] = []
+    left: list[Any] = []
     model.lm_head.register_forward_pre_hook(
-        lambda *_: on_device.extend(memory for memory in link.memories if memory() is not None)
+        lambda *_: left.extend(each for each in link.memories if each() is not None)
     )
     gradients(model)
-    assert len(link.memories) == LAYERS and not on_device, "behind the blocks no input is on the device"
+    assert len(link.memories) == LAYERS and not left, "behind the blocks no input is on the device"
     forward = [each for index in range(LAYERS) for each in (f"out {index}", f"block {index}")]
     assert link.order[: 2 * LAYERS] == forward
     backward = link.order[2 * LAYERS :]
@@ -141,25 +135,20 @@ def test_two_passes_before_their_backward_passes_keep_their_own() -> None:
     assert all(torch.equal(expected[0][name], expected[1][name]) for name in expected[0])
 
 
-def test_blocks_are_counted_in_each_stack() -> None:
+def test_blocks_are_counted_in_each_stack_and_operators_named() -> None:
     """transformers counts on from the encoder to the decoder; a stack of its own begins with a checkpointed block."""
     model = make_model("t5")
     checkpoint_activations(model, Recompute(every_n_layers=2))
     for stack in (model.encoder.block, model.decoder.block):
         assert [block.gradient_checkpointing for block in stack] == [n % 2 == 0 for n in range(len(stack))]
-
-
-def test_names_of_operators() -> None:
-    assert operators_named(("aten::mm",)) == operators_named(("mm",))
-    assert set(operators_named(("mm",))) < set(operators_named(("matmul",)))
+    assert recompute.operators_named(("aten::mm",)) == recompute.operators_named(("mm",))
+    assert set(recompute.operators_named(("mm",))) < set(recompute.operators_named(("matmul",)))
     with pytest.raises(ConfigError, match="no operator 'flash::attention'"):
-        operators_named(("flash::attention",))
+        recompute.operators_named(("flash::attention",))
 
-
-def test_models_without_blocks_of_transformers_are_refused() -> None:
     class Old(nn.Module):
         supports_gradient_checkpointing = True
 
-    check_checkpointing(Old(), Recompute())
+    recompute.check_checkpointing(Old(), Recompute())
     with pytest.raises(ConfigError, match="has no GradientCheckpointingLayer"):
-        check_checkpointing(Old(), as_recompute({"every_n_layers": 2}))
+        recompute.check_checkpointing(Old(), recompute.as_recompute({"every_n_layers": 2}))

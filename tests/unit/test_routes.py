@@ -33,14 +33,10 @@ def routes(bucket: Bucket, ranks: int) -> list[tuple[str, Box, int, int]]:
     return ends["got"]
 
 
-sizes = st.integers(1, 7)
+sizes, axes = st.integers(1, 7), st.integers(0, 1)
 
 
-@given(
-    shapes=st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5),
-    dims=st.tuples(st.integers(0, 1), st.integers(0, 1)),
-    replicas=st.booleans(),
-)
+@given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5), st.tuples(axes, axes), st.booleans())
 def test_what_is_wanted_arrives_once(shapes, dims, replicas):
     """Shards of 4 ranks, or of 2 and their replicas, to two of them."""
     names = {f"tensor {i}": shape for i, shape in enumerate(shapes)}

@@ -29,7 +29,7 @@ def test_whatever_is_around_a_model_is_taken_from_its_names(prefix: str) -> None
     assert found(*(("job", prefix + key) for key in KEYS), "step", "optim.exp_avg").keys() == set(KEYS)
 
 
-def test_what_the_model_does_not_know_stays_and_a_base_model_keeps_its_names() -> None:
+def test_what_the_model_does_not_know_stays_and_names_of_a_file_are_the_hubs() -> None:
     assert found(*(f"net.{key}" for key in KEYS), "net.extra.bias", "v_head.bias").keys() == {
         *KEYS, "extra.bias", "v_head.bias",
     }  # fmt: skip
@@ -39,9 +39,6 @@ def test_what_the_model_does_not_know_stays_and_a_base_model_keeps_its_names() -
     assert model_part({(key,): key for key in own}, own, "state").keys() == set(own), "a model's own name"
     both = ("embed.weight", "model.embed.weight", "model.layers.0.norm.weight")
     assert model_part({(key,): key for key in both}, bare, "state").keys() == set(both), "no two become one"
-
-
-def test_names_of_a_file_are_the_hubs_unless_they_show_a_wrapper() -> None:
     for names in ("model.layers._orig_mod.a", "module.a module.b", "base_model.model.a", "pretrained_model.a v_head.b"):
         assert is_wrapped(names.split()) is True, names
     for names in ("module.a b", "model.q.base_layer.weight model.q.lora_A.speech.weight", ""):

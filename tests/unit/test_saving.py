@@ -18,8 +18,6 @@ from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
-# ---- the list of files ----
-
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
     (folder / "optimizer_0").mkdir(parents=True)
@@ -42,10 +40,8 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     assert problem_of(folder) == ""
     (folder / "optimizer_0" / ".metadata").unlink()
     (folder / "scheduler.pt").write_bytes(b"cut")
-    assert manifest.damage(folder) == {
-        "optimizer_0/.metadata": "is absent",
-        "scheduler.pt": "has 3 bytes, and had 22 when it was saved",
-    }
+    sizes = "has 3 bytes, and had 22 when it was saved"
+    assert manifest.damage(folder) == {"optimizer_0/.metadata": "is absent", "scheduler.pt": sizes}
     assert "'optimizer_0/.metadata' is absent" in problem_of(folder)
     assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
 
@@ -82,8 +78,13 @@ def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text:
         assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-0")
 
 
-def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> None:
+def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for asked in (True, str(folder)):
+            assert complete_checkpoint(asked, str(tmp_path)) == str(folder)
+        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, process_index=0),
         accelerator=SimpleNamespace(scaler=object()),
@@ -168,9 +169,8 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     with nullcontext() if can_exchange else patch.object(states, "exchange", return_value=False):
         save(link, "new")
     assert not link.is_symlink() and (link / "scheduler.bin").read_text() == "new" and not (link / "mine.txt").exists()
-    assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
-        "state"
-    ]
+    assert (archive / "scheduler.bin").read_text() == "archived"
+    assert [path.name for path in link.parent.iterdir()] == ["state"]
 
 
 FILES = ("scheduler*",)
@@ -234,7 +234,11 @@ def _deadly(point: int) -> dict[str, object]:
     return {name: counted(getattr(os, name)) for name in ("mkdir", "rename", "link", "unlink", "rmdir", "fsync")}
 
 
-def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
+def test_a_rename_that_fails_is_undone_and_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("x" * 250, "file/state", "file"):
+        with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
+            save(tmp_path / name, "new")
     folder = tmp_path / "state"
     save(folder, "old")
     rename = Path.rename
@@ -257,7 +261,7 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
     assert (folder / "scheduler.bin").read_text() == "old"
 
 
-def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
+def test_two_jobs_that_save_to_one_folder_are_told_so_and_leftovers_of_others_are_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     save(folder, "old")
     with open(tmp_path / ".state.lock", "a") as of_another:
@@ -267,30 +271,10 @@ def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
     assert (folder / "scheduler.bin").read_text() == "old"
     save(folder, "new")  # a lock that a killed job has left locks nothing
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-
-
-def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f".checkpoint_{number}.incomplete" / f"checkpoint_{number}" / "optimizer_0").mkdir(parents=True)
     (tmp_path / ".checkpoint_3.lock").touch()
     with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
         fcntl.flock(of_another, fcntl.LOCK_EX)
         states.remove_leftovers(tmp_path, "checkpoint_*")
-    assert {path.name for path in tmp_path.iterdir()} == {".checkpoint_2.incomplete", ".checkpoint_2.lock"}
-
-
-@pytest.mark.parametrize("name", ["x" * 250, "file/state", "file"])
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
-        save(tmp_path / name, "new")
-
-
-def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (
-            complete_checkpoint(True, str(tmp_path)) == complete_checkpoint(str(folder), str(tmp_path)) == str(folder)
-        )
-        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
+    assert {path.name for path in tmp_path.iterdir()} == {"state", ".checkpoint_2.incomplete", ".checkpoint_2.lock"}

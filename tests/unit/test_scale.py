@@ -3,7 +3,7 @@
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
@@ -27,13 +26,9 @@ from hf_fsdp_tools.streaming.exchange import Exchange
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.owners import assign_owners
 from hf_fsdp_tools.streaming.routes import holders_of, plan_buckets
+from tests._dist import fake_ranks
 
-
-@pytest.fixture
-def ranks() -> Iterator[int]:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
-    yield 64
-    dist.destroy_process_group()
+RANKS = 64
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -50,9 +45,6 @@ def calls_of(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-# ---- DCP's metadata ----
 
 
 def write_metadata(folder: Path, chunks: int) -> Path:
@@ -81,9 +73,6 @@ def test_a_chunk_is_checked_in_few_steps_and_a_folder_once(tmp_path: Path) -> No
     (few / METADATA).write_bytes(b"\x80\x02ctorch\nSize\n(N}U\x03oddK\x01stb.")
     with pytest.raises(CheckpointError, match="sets attributes of"):
         check_dcp(few)
-
-
-def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
     folder = write_metadata(tmp_path / "optimizer_0", 64)
     with patch.object(dcp_format, "_read_metadata", side_effect=dcp_format._read_metadata) as read:
         refuse_damage(tmp_path)
@@ -93,18 +82,14 @@ def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
             refuse_damage(tmp_path)
 
 
-def test_one_rank_of_a_node_checks_for_the_others(ranks: int, tmp_path: Path) -> None:
+def test_one_rank_of_a_node_checks_for_the_others(tmp_path: Path) -> None:
+    fake_ranks(RANKS, rank=3)
     write_metadata(tmp_path / "optimizer_0", 64)
     for local in ("0", "3"):
-        with (
-            patch.dict(os.environ, {"LOCAL_RANK": local}),
-            patch("hf_fsdp_tools.integrations.resume.check_dcp") as check,
-        ):
+        here = patch.dict(os.environ, {"LOCAL_RANK": local})
+        with here, patch("hf_fsdp_tools.integrations.resume.check_dcp") as check:
             refuse_damage(tmp_path)
         assert check.called == (local == "0")
-
-
-# ---- which ranks a piece meets ----
 
 
 def piece_of(expert: int, shape: tuple[int, int, int]) -> Piece:
@@ -114,8 +99,9 @@ def piece_of(expert: int, shape: tuple[int, int, int]) -> Piece:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> None:
+def test_only_boxes_that_a_piece_meets_are_looked_at(dim: int) -> None:
     """Experts on dimension 0 are on one rank each; split within, they are cut alike, and that is worked out once."""
+    fake_ranks(ranks := RANKS, rank=3)
     shape, mesh = (ranks, 2 * ranks, ranks), init_device_mesh("cpu", (ranks,))
     part = torch.empty([n // ranks if d == dim else n for d, n in enumerate(shape)], device="meta")
     layers = {layer: DTensor.from_local(part, mesh, [Shard(dim)], run_check=False) for layer in range(2)}
@@ -136,10 +122,8 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> No
     assert len(bucket.arrivals) == len(pieces), "an entry for each tensor, not for each rank"
     own = {each.name: [box for box, _ in each.parts(3)] for each in bucket.arrivals}
     assert sum(map(len, own.values())) == (2 if dim == 0 else len(pieces))
-    parts = {
-        name: [Part(name="", box=box, data=torch.zeros(box.length), dtype=torch.float32) for box in boxes]
-        for name, boxes in own.items()
-    }
+    make = lambda box: Part(name="", box=box, data=torch.zeros(box.length), dtype=torch.float32)  # noqa: E731
+    parts = {name: list(map(make, boxes)) for name, boxes in own.items()}
     with patch.object(dist, "batch_isend_irecv", return_value=[]) as sent:
         Exchange(bucket.arrivals, parts, torch.device("cpu"))
     assert len(sent.call_args.args[0]) == 1, "one message to the rank that gets them"

@@ -20,19 +20,10 @@ from pyarrow import feather, parquet
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
+from hf_fsdp_tools import scripting
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.streams import share_loader
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    load_splits,
-    load_tokenizer,
-    parse_arguments,
-    progress,
-    run,
-    running,
-    streams,
-)
+from hf_fsdp_tools.scripting import ModelArguments, progress, run, running, streams
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.streams import share_of_stream
@@ -61,7 +52,7 @@ def parsed(monkeypatch, *options: str):
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "true", *options])
     kinds = (ScriptArguments, SFTConfig, ModelArguments)
     columns = ("text", "messages", "prompt", "completion")
-    return parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
+    return scripting.parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
 
 
 def lines(path, rows) -> str:
@@ -81,7 +72,7 @@ def texts(rows, count: int) -> list[str]:
 def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = None, columns=SFT, **options):
     script = ScriptArguments(dataset_name=name, dataset_streaming=dataset_streaming)
     script.column_names = dict.fromkeys(sorted(set().union(*columns))) | (named or {})
-    return load_splits(script, trainer_arguments(**options), columns=columns)
+    return scripting.load_splits(script, trainer_arguments(**options), columns=columns)
 
 
 # ---- options ----
@@ -92,10 +83,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
     [
         ("--text_column body", "--text_column is for a dataset of your own: add --dataset_name"),
         ("--mixed-precision=bf16", "or the script --bf16 true."),
-        (
-            "--cp_size 2",
-            "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of",
-        ),
+        ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --conf"),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
         ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
@@ -123,10 +111,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--config=key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
         ("--config open.yaml", "open.yaml, line [12]: no YAML"),
-        (
-            "--config launch.yaml",
-            "launch.yaml: distributed_type goes into the launch file: .* `accelerate launch`",
-        ),
+        ("--config launch.yaml", "launch.yaml: distributed_type goes into the launch file: .* `accelerate launch`"),
         ("--config words.yaml", "holds no `name: value` lines"),
     ],
 )
@@ -143,7 +128,7 @@ def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypat
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_the_command_line_goes_before_the_file_and_both_before_the_demo(tmp_path, monkeypatch):
+def test_options_of_the_command_line_of_a_file_and_of_the_demo(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nmax_steps: 7\nenv: {A_NAME: b}\n")
     options = ["--config", "run.yaml", "--max_steps", "3", "--resume_from_checkpoint", "true", "--eval_strategy", "no"]
     monkeypatch.setenv("A_NAME", "a")
@@ -152,16 +137,14 @@ def test_the_command_line_goes_before_the_file_and_both_before_the_demo(tmp_path
     assert (training.max_length, model_args.default_max_length) == (192, SFTConfig.max_length)
     assert training.num_train_epochs == 6 and training.warmup_steps == 10, "the demo's"
     assert not training.eval_on_start and not training.gradient_checkpointing and os.environ["A_NAME"] == "b"
-
-
-@pytest.mark.parametrize("way", ["--model_name_or_path", "--model-name-or-path", "--model_name", "--config"])
-def test_a_model_of_the_users_own_is_not_trained_with_the_settings_of_the_demo(way, tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text("model_name_or_path: demo\n")
-    _, training, _ = parsed(monkeypatch, way, "run.yaml" if way == "--config" else "demo", "--dataset_name", "a.jsonl")
-    assert training.learning_rate < 1e-3 and training.max_length != 192 and training.num_train_epochs == 3
-
-
-def test_options_that_are_written_otherwise_than_the_trainer_wants_them(monkeypatch):
+    folders = []
+    for number in range(3):
+        _, training, _ = parsed(monkeypatch)
+        folders.append(training.output_dir)
+        (tmp_path / training.output_dir / f"checkpoint-{number}").mkdir(parents=True)
+    assert folders == ["outputs/x", "outputs/x-2", "outputs/x-3"]
+    assert parsed(monkeypatch, "--resume_from_checkpoint", "true")[1].output_dir == "outputs/x-3"
+    assert parsed(monkeypatch, "--output_dir", "outputs/x-2")[1].output_dir == "outputs/x-2", "what was asked for"
     assert parsed(monkeypatch, "--gradient_checkpointing", "true")[1].gradient_checkpointing
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
@@ -173,26 +156,19 @@ def test_options_that_are_written_otherwise_than_the_trainer_wants_them(monkeypa
     assert parsed(monkeypatch)[1].accelerator_config.non_blocking, "a GPU's batches are copied while it computes"
 
 
-def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monkeypatch):
-    folders = []
-    for number in range(3):
-        _, training, _ = parsed(monkeypatch)
-        folders.append(training.output_dir)
-        (tmp_path / training.output_dir / f"checkpoint-{number}").mkdir(parents=True)
-    assert folders == ["outputs/x", "outputs/x-2", "outputs/x-3"]
-    assert parsed(monkeypatch, "--resume_from_checkpoint", "true")[1].output_dir == "outputs/x-3"
-    assert parsed(monkeypatch, "--output_dir", "outputs/x-2")[1].output_dir == "outputs/x-2", "what was asked for"
+@pytest.mark.parametrize("way", ["--model_name_or_path", "--model-name-or-path", "--model_name", "--config"])
+def test_a_model_of_the_users_own_is_not_trained_with_the_settings_of_the_demo(way, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: demo\n")
+    _, training, _ = parsed(monkeypatch, way, "run.yaml" if way == "--config" else "demo", "--dataset_name", "a.jsonl")
+    assert training.learning_rate < 1e-3 and training.max_length != 192 and training.num_train_epochs == 3
 
 
-def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
+def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
     own, foreign = capsys.readouterr().out.split("options of TRL and transformers:")
     assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 50
     assert foreign.count("\n  --learning_rate ") == 1
-
-
-def test_an_error_or_ctrl_c_is_one_line_and_a_status(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         run(Mock(side_effect=ConfigError("this is wrong")), "finetune")
     assert capsys.readouterr().err == "finetune: error: this is wrong\n"
@@ -204,18 +180,6 @@ def test_an_error_or_ctrl_c_is_one_line_and_a_status(capsys, monkeypatch):
 
 
 # ---- data ----
-
-
-def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, monkeypatch):
-    data = lines(tmp_path / "text.jsonl", [{"text": str(n)} for n in range(52)])
-    training, held_out = splits(data)
-    assert (len(training), len(held_out)) == (49, 3) and not set(training["text"]) & set(held_out["text"])
-    assert "49 rows to train on, 3 to evaluate" in capsys.readouterr().out
-    training, held_out = splits(data, eval_strategy="no")
-    assert len(training) == 52 and held_out is None
-    monkeypatch.setattr("hf_fsdp_tools.scripting.data.rank_and_size", lambda: (0, 64))
-    with pytest.raises(ConfigError, match=r"49 row\(s\) for training on 64 processes, and each needs one"):
-        splits(data)
 
 
 @pytest.mark.parametrize(
@@ -231,20 +195,12 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, m
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
         ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "line 4 has .* no `completion`"),
-        (
-            "l.jsonl",
-            [{"text": "a"}] * 9 + [{"text": 0}],
-            "l.jsonl: line 10: the column `text` must hold text, and is 0",
-        ),
+        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: line 10: the column `text` must hold text, and is"),
         ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "line 41: .* and one has `role`, `text`"),
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
-        (
-            "k.jsonl",
-            [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4,
-            "line 2: .* text in all",
-        ),
+        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "line 2: .* text in"),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
@@ -258,7 +214,7 @@ def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_empty_rows_are_left_out_and_counted(tmp_path, capsys):
+def test_empty_rows_are_left_out_and_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, monkeypatch):
     (tmp_path / "lines.txt").write_text("one two\n\nthree four\n\n" * 20)
     training, held_out = splits("lines.txt")
     assert set(training["text"]) | set(held_out["text"]) == {"one two", "three four"}
@@ -267,6 +223,15 @@ def test_empty_rows_are_left_out_and_counted(tmp_path, capsys):
     assert len(training) + len(held_out) == len(CHAT)
     stream, _ = splits("lines.txt", dataset_streaming=True, max_steps=2, eval_strategy="no")
     assert texts(stream, 3) == ["one two", "three four", "one two"]
+    data = lines(tmp_path / "text.jsonl", [{"text": str(n)} for n in range(52)])
+    training, held_out = splits(data)
+    assert (len(training), len(held_out)) == (49, 3) and not set(training["text"]) & set(held_out["text"])
+    assert "49 rows to train on, 3 to evaluate" in capsys.readouterr().out
+    training, held_out = splits(data, eval_strategy="no")
+    assert len(training) == 52 and held_out is None
+    monkeypatch.setattr("hf_fsdp_tools.scripting.data.rank_and_size", lambda: (0, 64))
+    with pytest.raises(ConfigError, match=r"49 row\(s\) for training on 64 processes, and each needs one"):
+        splits(data)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
@@ -319,9 +284,8 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
         return {"conversations": [{"from": name, "value": value} for name, value in turns], **more}
 
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": '{"b": 2}'}]
-    read = [
-        {"type": "function", "function": {"name": n, "arguments": a}} for n, a in (("f", {"a": 1}), ("g", {"b": 2}))
-    ]
+    known = ("f", {"a": 1}), ("g", {"b": 2})
+    read = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in known]
     turns = ("human", "?"), ("function_call", json.dumps(calls)), ("observation", "3"), ("gpt", "!")
     question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
     called = {"role": "assistant", "content": "", "tool_calls": read}
@@ -333,18 +297,12 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
     assert ".jsonl: left out beside messages: labels, prompt" in capsys.readouterr().out
 
 
-def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
-    alpaca = lines(
-        tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]}] * 40
-    )
-    assert splits(alpaca)[0][0] == {
-        "prompt": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "Add.\n\n1 2"},
-        ],
-        "completion": [{"role": "assistant", "content": "3"}],
-    }
+def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(tmp_path):
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]}
+    alpaca = lines(tmp_path / "a.jsonl", [row] * 40)
+    said = [("user", "a"), ("assistant", "b"), ("user", "Add.\n\n1 2"), ("assistant", "3")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    assert splits(alpaca)[0][0] == {"prompt": turns[:3], "completion": turns[3:]}
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
     shared = lines(tmp_path / "s.jsonl", [{"conversations": turns, "id": n} for n in range(40)])
     messages = splits(shared)[0][0]["messages"]
@@ -357,6 +315,20 @@ def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
     with pytest.raises(ConfigError, match=r"cannot be mixed: `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
+    one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
+    wanted = [{"images", "messages"}, {"image", "messages"}]
+    for name, rows in (("image", one), ("images", many)):
+        data = lines(tmp_path / f"{name}.jsonl", rows)
+        training, _ = splits(data, named={"image": "picture"}, columns=wanted)
+        assert set(training.column_names) == {name, "messages"}
+    parts = [lines(tmp_path / f"{name}.jsonl", [{name: name}] * 40) for name in ("text", "body")]
+    training, _ = splits(",".join(parts), named={"text": "body"})
+    assert set(training["text"]) == {"text", "body"}
+    names = ",".join(lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}{row}"} for row in range(400)]) for n in "ab")
+    with pytest.raises(ConfigError, match="--max_steps"):
+        splits(names, dataset_streaming=True)
+    training, held_out = splits(names, dataset_streaming=True, max_steps=4)
+    assert texts(training, 4) == ["a80", "b80", "a81", "b81"] and len(held_out) == 160
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -378,25 +350,10 @@ def test_columns_of_other_names_get_those_of_the_recipe(streaming, tmp_path, mon
     assert question.column_names == {"text": None, "messages": None, "prompt": "q", "completion": None}
 
 
-def test_columns_of_images_and_of_mixed_datasets(tmp_path):
-    one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
-    wanted = [{"images", "messages"}, {"image", "messages"}]
-    for name, rows in (("image", one), ("images", many)):
-        data = lines(tmp_path / f"{name}.jsonl", rows)
-        training, _ = splits(data, named={"image": "picture"}, columns=wanted)
-        assert set(training.column_names) == {name, "messages"}
-    parts = [lines(tmp_path / f"{name}.jsonl", [{name: name}] * 40) for name in ("text", "body")]
-    training, _ = splits(",".join(parts), named={"text": "body"})
-    assert set(training["text"]) == {"text", "body"}
-
-
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        (
-            {"text": "bodi"},
-            r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body, q, t",
-        ),
+        ({"text": "bodi"}, r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body"),
         ({"text": "a.enn"}, r"a.enn: rows.jsonl has no such column: did you mean a.en\? It has a, a.en, body, q, t"),
         ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
         ({"text": "body"}, r"body: rows.jsonl has another column `text`, .* or give --dataset_text_field instead"),
@@ -412,14 +369,6 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(named, message,
     assert "\n" not in str(caught.value)
 
 
-def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):
-    names = ",".join(lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}{row}"} for row in range(400)]) for n in "ab")
-    with pytest.raises(ConfigError, match="--max_steps"):
-        splits(names, dataset_streaming=True)
-    training, held_out = splits(names, dataset_streaming=True, max_steps=4)
-    assert texts(training, 4) == ["a80", "b80", "a81", "b81"] and len(held_out) == 160
-
-
 # ---- before the model is loaded ----
 
 
@@ -427,10 +376,10 @@ def check(model, rows, tokenizer=None, model_options=None, **options):
     arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
     arguments.default_max_length = SFTConfig.max_length
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-    check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
+    scripting.check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
 
 
-def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsys):
+def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsys, monkeypatch):
     text = [{"text": "some words " * 30}] * 8
     check(model, CHAT)
     check(model, CHAT, assistant_only_loss=True)
@@ -447,17 +396,13 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, CHAT, bare, assistant_only_loss=True)
     with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
         check(model, text, assistant_only_loss=True)
-    with pytest.raises(
-        ConfigError, match="--completion_only_loss needs `prompt` and `completion`, and the rows have text"
-    ):
+    with pytest.raises(ConfigError, match=r"--completion_only_loss needs `prompt` and `completion`, .* have text"):
         check(model, text, completion_only_loss=True)
     with pytest.raises(ConfigError, match="--eos_token nosuch: the tokenizer has no such token"):
         check(model, text, eos_token="nosuch")
-
-
-def test_a_token_without_a_row_in_the_model_is_found_where_a_text_has_it(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["<seen>", "<unseen>"])
+    # a token without a row in the model, where a text has it
     text = [{"text": "some words"}] * 200
     check(model, text, tokenizer)
     with pytest.raises(ConfigError, match=r"has 402 tokens, and the model 400 rows .*'<seen>' has none"):
@@ -468,9 +413,21 @@ def test_a_token_without_a_row_in_the_model_is_found_where_a_text_has_it(model, 
     other = make_demo_model(tmp_path / "other", hidden_size=16, num_layers=1, vocab_size=500, max_length=256)
     with pytest.raises(ConfigError, match="has 500 tokens, and the model 400 rows"):
         check(model, text, AutoTokenizer.from_pretrained(other))
+    # adapters that would train nothing
+    adapter = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
+    check(model, CHAT, model_options=adapter)
+    check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
+    with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
+        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
+    with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
+        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    check(model, CHAT, resume_from_checkpoint=True, padding_free=True, max_length=None)
+    with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):
+        check(model, CHAT)
 
 
-def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):
+def test_prepared_rows_are_looked_at_and_lists_of_model_arguments_are_read(capsys):
     args = SimpleNamespace(max_length=3)
     masked = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4
     for rows in (masked, []):
@@ -480,9 +437,6 @@ def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):
     check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
     assert "4 of the first 5 rows fill --max_length 3; longer rows are cut there" in capsys.readouterr().out
     check_prepared_rows(SimpleNamespace(args=args, train_dataset=[{"input_ids": [1], "labels": 2}]))
-
-
-def test_defaults_and_lists_of_model_arguments():
     assert ModelArguments(dtype=None).dtype == "float32", "trained weights"
     assert ModelArguments(dtype="bfloat16").dtype == "bfloat16"
     assert ModelArguments(dtype=None, use_peft=True).dtype is None, "as it is stored"
@@ -491,16 +445,6 @@ def test_defaults_and_lists_of_model_arguments():
         assert read.lora_target_modules == ["q_proj", "v_proj"]
         assert read.lora_modules_to_save == ["lm_head", "model.embed_tokens"]
     assert ModelArguments(lora_target_modules=[r".*(q|v){1,2}_proj"]).lora_target_modules == r".*(q|v){1,2}_proj"
-
-
-def test_an_adapter_that_would_train_nothing_is_found(model, monkeypatch):
-    adapter = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
-    check(model, CHAT, model_options=adapter)
-    check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
-    with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
-        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
-    with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
-        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
 
 
 def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
@@ -534,17 +478,10 @@ def test_options_that_would_fail_after_loading(model, tmp_path, options, message
         check(model, CHAT, **options)
 
 
-def test_a_run_does_not_mix_its_checkpoints_with_anothers(model, tmp_path):
-    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
-    check(model, CHAT, resume_from_checkpoint=True, padding_free=True, max_length=None)
-    with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):
-        check(model, CHAT)
-
-
-def test_a_wrong_model_and_a_model_without_a_tokenizer(model, tmp_path):
+def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path):
     def refused(name, message):
         with pytest.raises(CheckpointError, match=message):
-            load_tokenizer(ModelArguments(model_name_or_path=str(name)), trainer_arguments())
+            scripting.load_tokenizer(ModelArguments(model_name_or_path=str(name)), trainer_arguments())
 
     refused("nope", "'nope'")
     bare = tmp_path / "bare"
@@ -562,11 +499,9 @@ def test_a_wrong_model_and_a_model_without_a_tokenizer(model, tmp_path):
     with pytest.raises(ConfigError, match=r"bare is a BertForMaskedLM, which generates no text.*classify"):
         check(str(bare), CHAT, AutoTokenizer.from_pretrained(model))
 
-
-def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
     def loaded(path):
         arguments = trainer_arguments(chat_template_path=str(path))
-        return load_tokenizer(ModelArguments(model_name_or_path=model), arguments)
+        return scripting.load_tokenizer(ModelArguments(model_name_or_path=model), arguments)
 
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     assert loaded("chat.jinja").chat_template == "{{ messages }}"
@@ -631,7 +566,7 @@ def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch
     assert len(set.union(*shares)) >= 7 * files - 4
 
 
-def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
+def test_a_share_of_a_stream_has_no_row_that_is_held_out_and_needs_one(monkeypatch):
     chats = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(6)]
     chats[1][0]["name"] = "Ada"  # a key that Arrow gives all turns of a data set
     rows = [{"messages": chats[n], "id": place} for place, n in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
@@ -639,9 +574,6 @@ def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
     whole = IterableDataset.from_generator(lambda: iter(rows))
     left = share(monkeypatch, 0, 1, whole, held_out=held_out, columns={"text", "messages"})
     assert {row["id"] for row in islice(left, 20)} == {2, 3, 4, 5}
-
-
-def test_a_share_of_a_stream_is_not_divided_again_and_needs_a_row(monkeypatch):
     args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
     trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
     batches = [[row["text"] for row in batch] for batch in share_loader(trainer, has_state=False)]

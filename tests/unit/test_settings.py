@@ -18,28 +18,13 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, constants
 from accelerate.utils import launch as launcher
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-    _or_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType, wrap
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, Float8Policy, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools import ConfigError, Float8Policy, FSDPConfig, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
 from hf_fsdp_tools.integrations import config_file, settings, state
-from hf_fsdp_tools.integrations.config import (
-    OWN_KEYS,
-    SETTINGS,
-    TRAINING_KEYS,
-    VARIABLES,
-    YAML_KEYS,
-    FSDPConfig,
-    rows_of,
-)
+from hf_fsdp_tools.integrations.config import OWN_KEYS, SETTINGS, TRAINING_KEYS, VARIABLES, YAML_KEYS, rows_of
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
@@ -48,6 +33,7 @@ from tests._checkpoints import make_model
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP8 = Float8Policy()
+MIXED = {"param_dtype": "bf16", "reduce_dtype": torch.float32}
 
 
 # ---- the lists, from the sources ----
@@ -61,9 +47,8 @@ def launcher_variables() -> set[str]:
 def launcher_options() -> set[str]:
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}
     yaml_only = set(re.findall(r"args\.(fsdp_\w+)|\"(fsdp_\w+)\"", inspect.getsource(launcher)))
-    return {o.lstrip("-") for o in options if o.startswith("--fsdp_")} | {
-        name for pair in yaml_only for name in pair if name
-    }
+    own = {option.lstrip("-") for option in options if option.startswith("--fsdp_")}
+    return own | {name for pair in yaml_only for name in pair if name}
 
 
 def training_keys() -> set[str]:
@@ -77,7 +62,7 @@ def plugin_fields() -> set[str]:
     return {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
 
 
-def test_the_table_is_that_of_the_sources():
+def test_the_tables_are_those_of_the_sources_and_of_the_document():
     assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
     assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
     assert set(VARIABLES) - {key.upper() for key in OWN_KEYS} == launcher_variables()
@@ -85,11 +70,11 @@ def test_the_table_is_that_of_the_sources():
     assert training_keys() <= set(TRAINING_KEYS)
     own = {key.removeprefix("fsdp_") for key in OWN_KEYS}
     assert {row.argument for row in SETTINGS if row.argument} - own == plugin_fields()
+    for source in (launcher_variables, launcher_options, training_keys, plugin_fields):
+        absent = {name for name in source() if f"`{name}`" not in DOCUMENT}
+        assert not absent, f"docs/settings.md does not say what becomes of {sorted(absent)}"
     for rows, names in ((YAML_KEYS, "key"), (VARIABLES, "variable")):
         assert len(rows) == len([row for row in SETTINGS if getattr(row, names)]), f"one row for each {names}"
-
-
-def test_words_and_defaults_are_those_of_the_sources():
     for mine, theirs in [
         (settings.AutoWrapPolicy, constants.FSDP_AUTO_WRAP_POLICY),
         (settings.BackwardPrefetch, constants.FSDP_BACKWARD_PREFETCH),
@@ -98,21 +83,15 @@ def test_words_and_defaults_are_those_of_the_sources():
     ]:
         assert list(get_args(mine)) == theirs, "in this order: files may number them"
     assert launch_command_parser().get_default("fsdp_min_num_params") == config_file._MIN_NUM_PARAMS
-
-
-def test_the_document_names_each_setting_as_the_table_does():
     rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:5]] for line in DOCUMENT.splitlines()]
     rows = [cells for cells in rows if len(cells) == 4 and cells[0] and cells[0][0].startswith("fsdp_")]
     assert len(rows) == len(YAML_KEYS)
     for (key,), (variable,), training, (argument,) in rows:
         row = YAML_KEYS[key]
         assert (row.variable, set(row.training), row.argument) == (variable, set(training), argument)
-
-
-@pytest.mark.parametrize("source", [launcher_variables, launcher_options, training_keys, plugin_fields])
-def test_every_setting_is_in_the_document(source):
-    absent = {name for name in source() if f"`{name}`" not in DOCUMENT}
-    assert not absent, f"docs/settings.md does not say what becomes of {sorted(absent)}"
+    assert {case.name for case in CASES} == plugin_fields()
+    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_old}
+    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
 
 
 # ---- what becomes of each ----
@@ -132,7 +111,7 @@ class Case(NamedTuple):
     expected: Callable[[HybridFSDPPlugin], Any] | str
 
 
-def attribute(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
+def has(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
     return lambda plugin: getattr(plugin, name) == value
 
 
@@ -141,10 +120,11 @@ def policy(**settings: Any) -> Callable[[HybridFSDPPlugin], bool]:
 
 
 def units(*wanted: str) -> Callable[[HybridFSDPPlugin], bool]:
-    return lambda plugin: (
-        set(wanted)
-        <= {name for unit in make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA)).units for name in unit.modules}
-    )
+    return lambda plugin: set(wanted) <= {name for unit in plan_of(plugin).units for name in unit.modules}
+
+
+def plan_of(plugin: HybridFSDPPlugin) -> Any:
+    return make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA))
 
 
 def is_mlp(module):
@@ -160,14 +140,16 @@ def in_three(module, recurse, nonwrapped_numel):
 
 
 LLAMA = make_model("llama")
+replicated = lambda plugin: plugin.policy_for(LLAMA).replicate  # noqa: E731
 MLPS = units("model.layers.0.mlp", "model.layers.1.mlp")
 PEFTS = functools.partial(
-    _or_policy,
+    wrap._or_policy,
     policies=[
-        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_mlp),
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
+        functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=is_mlp),
+        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
     ],
 )
+OF_SEVEN = functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=7)
 ONLY_FSDP1 = {
     "backward_prefetch": "BACKWARD_POST",
     "forward_prefetch": True,
@@ -179,33 +161,25 @@ ONLY_FSDP1 = {
     "optim_state_dict_config": 1,
 }
 CASES = [
-    Case("fsdp_version", {}, attribute("fsdp_version", 2)),
+    Case("fsdp_version", {}, has("fsdp_version", 2)),
     Case("reshard_after_forward", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"sharding_strategy": "SHARD_GRAD_OP"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "2"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"sharding_strategy": "HYBRID_SHARD"}, "ConfigError: .*HYBRID_SHARD.*dp_replicate_size"),
     Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ConfigError: .*NO_SHARD.*MULTI_GPU"),
     Case("cpu_offload", {"FSDP_OFFLOAD_PARAMS": "true"}, lambda p: isinstance(p.cpu_offload, CPUOffloadPolicy)),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, attribute("mixed_precision_policy", BF16)),
-    Case(
-        "mixed_precision_policy",
-        {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
-        attribute("mixed_precision_policy", BF16),
-    ),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, attribute("mixed_precision_policy", FP8)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, has("mixed_precision_policy", BF16)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": MIXED}, has("mixed_precision_policy", BF16)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, has("mixed_precision_policy", FP8)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
-    Case("auto_wrap_policy", {"auto_wrap_policy": ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
+    Case("auto_wrap_policy", {"auto_wrap_policy": wrap.ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
     Case("auto_wrap_policy", {"auto_wrap_policy": is_mlp}, MLPS),
     Case("auto_wrap_policy", {"auto_wrap_policy": in_three}, MLPS),
     Case("auto_wrap_policy", {"auto_wrap_policy": mlp_of_first}, units("model.layers.0.mlp", "model.layers.1")),
     Case("auto_wrap_policy", {"auto_wrap_policy": PEFTS}, units("model.layers.0.mlp", "model.layers.0.self_attn")),
-    Case(
-        "auto_wrap_policy",
-        {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=7)},
-        policy(min_unit_params=7),
-    ),
+    Case("auto_wrap_policy", {"auto_wrap_policy": OF_SEVEN}, policy(min_unit_params=7)),
     Case("auto_wrap_policy", {"auto_wrap_policy": 7}, "ConfigError: auto_wrap_policy is 7; expected"),
     Case(
         "transformer_cls_names_to_wrap",
@@ -219,29 +193,19 @@ CASES = [
     ),
     Case(
         "min_num_params",
-        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"},
-        policy(min_unit_params=2000),
+        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2"},
+        policy(min_unit_params=2),
     ),
     Case("min_num_params", {"min_num_params": 2000}, r"warning: min_num_params=2000.*only with SIZE_BASED_WRAP"),
     Case(
-        "ignored_modules",
-        {"FSDP_IGNORED_MODULES": r".*\.mlp"},
-        lambda p: p.policy_for(LLAMA).replicate == ("model.layers.0.mlp", "model.layers.1.mlp"),
+        "ignored_modules", {"FSDP_IGNORED_MODULES": r".*\.1\.mlp"}, lambda p: replicated(p) == ("model.layers.1.mlp",)
     ),
     Case(
-        "ignored_modules",
-        {"ignored_modules": [LLAMA.lm_head]},
-        lambda p: make_wrap_plan(LLAMA, policy=p.policy_for(LLAMA)).replicated == ("lm_head.weight",),
+        "ignored_modules", {"ignored_modules": [LLAMA.lm_head]}, lambda p: plan_of(p).replicated == ("lm_head.weight",)
     ),
     Case("state_dict_type", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, lambda p: "FULL" in p.state_dict_type.name),
-    Case(
-        "cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, attribute("cpu_ram_efficient_loading", True)
-    ),
-    Case(
-        "activation_checkpointing",
-        {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-        attribute("activation_checkpointing", True),
-    ),
+    Case("cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, has("cpu_ram_efficient_loading", True)),
+    Case("activation_checkpointing", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, has("activation_checkpointing", True)),
     Case(
         "activation_checkpointing_offload",
         {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
@@ -271,17 +235,10 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
         assert case.expected(HybridFSDPPlugin(**arguments))
         return
     kind, _, match = case.expected.partition(": ")
-    with (
-        pytest.raises(ConfigError, match=match)
-        if kind == "ConfigError"
-        else pytest.warns(UserWarning, match=match) as seen
-    ):
+    stops = kind == "ConfigError"
+    with pytest.raises(ConfigError, match=match) if stops else pytest.warns(UserWarning, match=match) as seen:
         HybridFSDPPlugin(**arguments)
-    assert kind == "ConfigError" or len(seen) == 1, "one line"
-
-
-def test_no_field_of_the_plugin_is_without_a_case():
-    assert {case.name for case in CASES} == plugin_fields()
+    assert stops or len(seen) == 1, "one line"
 
 
 EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
@@ -303,6 +260,9 @@ def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
     monkeypatch.setenv(f"FSDP_{EVERY.upper()}", "2")
     monkeypatch.setenv(f"FSDP_{SAVED.upper()}", "matmul, aten::bmm")
     assert HybridFSDPPlugin().recompute == both
+    monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
+    with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
+        HybridFSDPPlugin()
 
 
 @pytest.mark.parametrize(
@@ -326,12 +286,6 @@ def test_short_forms_of_activation_checkpointing(value, expected):
         as_recompute(value)
 
 
-def test_an_unknown_variable_is_answered_with_the_nearest_name(monkeypatch):
-    monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
-    with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
-        HybridFSDPPlugin()
-
-
 # ---- a file, as it is checked and as it is launched ----
 
 FILES = [
@@ -345,11 +299,6 @@ FILES = [
     ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
     ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
 ]
-
-
-def test_a_setting_of_files_is_a_field_or_answered():
-    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_old}
-    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
 
 
 def test_a_new_key_is_one_field(tmp_path, monkeypatch):
@@ -400,14 +349,11 @@ def arguments_of(tmp_path: Path, config: dict[str, Any] | None, **settings: Any)
     return plugin_arguments(args)
 
 
-def test_the_state_dict_type_of_training_arguments_is_the_users(tmp_path):
+def test_training_arguments_are_read_or_refused(tmp_path):
     plugin = HybridFSDPPlugin(**arguments_of(tmp_path, {"version": 2}))
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT, "not transformers' FULL, which nobody asked for"
     full = HybridFSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
     assert full.state_dict_type == StateDictType.FULL_STATE_DICT
-
-
-def test_training_arguments_that_nobody_would_read_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\? xla: FSDP on TPUs"):
         arguments_of(tmp_path, {"ofload_params": True, "xla": True})
     args = TrainingArguments(output_dir=str(tmp_path), fsdp_config={"version": 2}, use_cpu=True)
@@ -448,27 +394,14 @@ def launch(monkeypatch):
     return make
 
 
-def test_a_file_without_a_version_is_read_as_fsdp2(launch):
-    plugin, (line,) = launch(
-        FSDP_SHARDING_STRATEGY="2", FSDP_FORWARD_PREFETCH="true", FSDP_STATE_DICT_TYPE="LOCAL_STATE_DICT"
-    )
+def test_a_file_without_a_version_is_read_as_fsdp2_and_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
+    old = {"FSDP_FORWARD_PREFETCH": "true", "FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
+    plugin, (line,) = launch(FSDP_SHARDING_STRATEGY="2", **old)
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert "SHARD_GRAD_OP means reshard_after_forward=False; left out: forward_prefetch=True" in line
     assert "hf-fsdp config --from FILE" in line and "\n" not in line
     assert launch(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")[1] == [], "one rank says it"
-
-
-@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
-def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
-    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
-    plugin, (line,) = launch(**ranks, LOCAL_WORLD_SIZE="4", FSDP_SHARDING_STRATEGY=strategy)
-    assert (plugin.copies.dp_replicate_size, plugin.copies.dp_shard_size) == (2, 4)
-    assert plugin.reshard_after_forward is reshard and "in 2 copies, one per machine" in line
-    assert launch(**ranks, LOCAL_WORLD_SIZE="8", FSDP_SHARDING_STRATEGY=strategy)[0].copies is None
-
-
-def test_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
     explicit = {"FSDP_RESHARD_AFTER_FORWARD": "full_shard", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     plugin, said = launch(**explicit)
     assert plugin.fsdp_version == 1 and not any("read as FSDP2" in line for line in said)
@@ -481,16 +414,22 @@ def test_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
     assert _read_version(None) == (1, False), "set by hand, without the launcher"
 
 
-@pytest.mark.parametrize("version", [3, "two"])
-def test_another_version_is_refused(version, monkeypatch):
-    with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
-        HybridFSDPPlugin(fsdp_version=version)
-    monkeypatch.setenv("FSDP_VERSION", str(version))
-    with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
-        HybridFSDPPlugin()
+@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
+def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
+    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    plugin, (line,) = launch(**ranks, LOCAL_WORLD_SIZE="4", FSDP_SHARDING_STRATEGY=strategy)
+    assert (plugin.copies.dp_replicate_size, plugin.copies.dp_shard_size) == (2, 4)
+    assert plugin.reshard_after_forward is reshard and "in 2 copies, one per machine" in line
+    assert launch(**ranks, LOCAL_WORLD_SIZE="8", FSDP_SHARDING_STRATEGY=strategy)[0].copies is None
 
 
-def test_a_config_for_gpus_on_a_machine_without_is_refused(monkeypatch):
+def test_another_version_and_a_config_for_gpus_on_a_machine_without_are_refused(monkeypatch):
+    for version in (3, "two"):
+        with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
+            HybridFSDPPlugin(fsdp_version=version)
+        monkeypatch.setenv("FSDP_VERSION", str(version))
+        with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
+            HybridFSDPPlugin()
     monkeypatch.setattr(state, "local_device", lambda: torch.device("cpu"))
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)

@@ -18,12 +18,9 @@ from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
+from hf_fsdp_tools import FSDPConfig, HybridFSDPPlugin, TrainingSetup, estimate_memory
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.launch import named_config, recipes
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.scripting import arguments, running, setups
 from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
 from hf_fsdp_tools.text import show_bytes
@@ -43,9 +40,8 @@ def models(tmp_path_factory):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     llama = LlamaConfig(vocab_size=512, max_position_embeddings=1024, **sizes)
     llama.save_pretrained(folder / "llama")
-    T5Config(
-        d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=512, decoder_start_token_id=0
-    ).save_pretrained(folder / "t5")
+    t5 = T5Config(d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=512, decoder_start_token_id=0)
+    t5.save_pretrained(folder / "t5")
     tower = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
     LlavaConfig(text_config=llama, vision_config=tower, image_token_index=511).save_pretrained(folder / "llava")
     return {"seq2seq": folder / "t5", "vision-language": folder / "llava"}, folder / "llama"
@@ -80,13 +76,10 @@ def machine_of(config: FSDPConfig, **known: Any) -> dict[str, Any]:
 
 FIXED = "--gpu h100-80gb --num-processes 2 --max-length 512 --no-offload-params --reshard-after-forward"
 FIXED += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1 --activation-checkpointing"
-FIXED += (
-    " --activation-checkpointing-every-n-layers 2 --no-activation-checkpointing-offload --gradient-accumulation-steps 3"
-)
-FIXED += " --per-device-train-batch-size 5"
-OF_LORA = (
-    "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager --sync-each-batch"
-)
+FIXED += " --activation-checkpointing-every-n-layers 2 --no-activation-checkpointing-offload"
+FIXED += " --gradient-accumulation-steps 3 --per-device-train-batch-size 5"
+OF_LORA = "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager"
+OF_LORA += " --sync-each-batch"
 OF_ALL = "--optimizer sgd_momentum --no-sync-each-batch --torch-compile --master-dtype bf16"
 
 
@@ -118,9 +111,8 @@ def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_p
     own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
     assert own.loss in (None, found["loss"])
     assert json.loads(json.dumps(asdict(replace(own, loss=found["loss"])), default=str)) == found
-    estimated = json.loads(
-        run(capsys, "estimate", model, "--recipe", recipe, *words[: -2 * adapter or None], "--json")[1]
-    )
+    words = words[: -2 * adapter or None]
+    estimated = json.loads(run(capsys, "estimate", model, "--recipe", recipe, *words, "--json")[1])
     assert estimated["memory"]["total"] == value["recommendation"]["cost"]["peak_bytes"]
     assert {**estimated["memory"]["setup"], "gpus_per_node": 2, "policy": found["policy"]} == found
 
@@ -130,9 +122,8 @@ def told(path: Path) -> dict[str, Any]:
     text = re.sub(r"\n# {10,}", " ", path.read_text())
     words = re.search(r"^# assumed +(.*)$", text, re.MULTILINE).group(1)
     rows = re.search(r"^# global batch +(\d+)  \d+ GPUs x (\d+) x (\d+) steps, ([\d,]+) tokens$", text, re.MULTILINE)
-    model, seq_len, gpu = re.search(
-        r"^# (\S+), .*sequences of ([\d,]+) tokens, on \d+ x (\S+)$", text, re.MULTILINE
-    ).groups()
+    head = r"^# (\S+), .*sequences of ([\d,]+) tokens, on \d+ x (\S+)$"
+    model, seq_len, gpu = re.search(head, text, re.MULTILINE).groups()
     total, batch, steps, tokens = (int(number.replace(",", "")) for number in rows.groups())
     seq_len = int(seq_len.replace(",", ""))
     assert total * seq_len == tokens
@@ -169,9 +160,8 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     plugin = HybridFSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
     known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
     gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
-    offloading = SimpleNamespace(
-        **{**vars(gpu), "state": SimpleNamespace(fsdp_plugin=HybridFSDPPlugin(cpu_offload=True))}
-    )
+    state = SimpleNamespace(fsdp_plugin=HybridFSDPPlugin(cpu_offload=True))
+    offloading = SimpleNamespace(**{**vars(gpu), "state": state})
     monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
     monkeypatch.setattr(running, "_recipe", "dpo")
@@ -179,9 +169,8 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     said = capsys.readouterr().out
     options = "--gpu h100-80gb --num-processes 4 --max-length 512 --lora-r 16 --lora-dropout 0.05 --recipe dpo --json"
     options += " --activation-checkpointing --activation-checkpointing-every-n-layers 2 --num-machines 1"
-    options += (
-        f" --per-device-train-batch-size {training.per_device_train_batch_size} --lora-target-modules q_proj,v_proj"
-    )
+    options += f" --per-device-train-batch-size {training.per_device_train_batch_size}"
+    options += " --lora-target-modules q_proj,v_proj"
     memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
     assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
     machine = json.loads(json.dumps(setups.machine_of(gpu)))
@@ -193,9 +182,8 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     assert not capsys.readouterr().out
 
 
-FILES = [path for path in SHIPPED if path.stem != "cpu"] + [
-    path.with_suffix("").with_suffix(".yaml") for path in MODELS
-]
+FILES = [path for path in SHIPPED if path.stem != "cpu"]
+FILES += [path.with_suffix("").with_suffix(".yaml") for path in MODELS]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -225,9 +213,8 @@ def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monke
     started: list[list[str]] = []
     searched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "_run", lambda words: started.append(words) or 0)
-    monkeypatch.setattr(
-        "hf_fsdp_tools.foresight.recommend.recommend_config", lambda *words, **fixed: searched.append(words) or 1 / 0
-    )
+    search = lambda *words, **fixed: searched.append(words) or 1 / 0  # noqa: E731
+    monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", search)
     imitate_gpus(monkeypatch, 8)
     for words in commands:
         with pytest.raises(ZeroDivisionError) if words[:2] == ["config", "Qwen/Qwen3-8B"] else nullcontext():

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from tests._checkpoints import full_state, make_checkpoint
+from tests._training import ShardedTrainer
 
 IDS = torch.arange(3, 11)[None]
 
@@ -23,29 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
-@pytest.fixture(autouse=True)
-def without_accelerator() -> Any:
-    from accelerate.state import AcceleratorState, GradientState
-
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_an_accelerator_is_refused_before_anything_is_loaded_and_names_of_torch_are_taken() -> None:
+    for given, said in (
         ({"mixed_precison": "bf16"}, "no argument 'mixed_precison': did you mean mixed_precision"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61' is no floating-point dtype"),
         ({"dynamo_backend": "indctor"}, "backend of torch.compile is 'indctor': unknown: did you mean inductor"),
-    ],
-)
-def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_accelerator(**given)
-
-
-def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> None:
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_accelerator(**given)
     accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
     with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):
@@ -55,16 +41,14 @@ def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> 
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, disable_tqdm=True, **settings
-    )
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, **settings)
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(8)]
 
 
-def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_plain_trainer_or_accelerator_is_named_and_float16_told_once(folder: Path, tmp_path: Path) -> None:
     lora = LoraConfig(target_modules=["q_proj"])
     for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
@@ -73,9 +57,6 @@ def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp
     model = from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"In a loop, make the Accelerator with make_accelerator\(\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
-
-
-def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) -> None:
     model = from_pretrained(folder).half().train()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -90,10 +71,6 @@ def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) 
 def lora_of(folder: Path) -> Any:
     torch.manual_seed(3)
     return from_pretrained(folder, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    """A Trainer on shards."""
 
 
 def test_an_adapter_resumes_where_an_earlier_run_left_full_weights(folder: Path, tmp_path: Path) -> None:

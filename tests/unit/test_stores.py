@@ -34,7 +34,7 @@ def store(folders: dict[str, Path]) -> Iterator[Any]:
     fs.pseudo_dirs[:] = [""]
 
 
-def test_names_of_stores_and_of_folders(tmp_path: Path) -> None:
+def test_names_of_stores_and_folders_and_a_config_above_a_state(tmp_path: Path, store: Any, folders: Any) -> None:
     assert stores.as_url("s3://bucket/run/") == "s3://bucket/run"
     assert [stores.as_url(name) for name in ("run", "./a/b", "/a", "C:/a", "file:///a", "org/model")] == [None] * 6
     with pytest.raises(ConfigError, match="as a text: 's3://bucket/run'"):
@@ -44,6 +44,11 @@ def test_names_of_stores_and_of_folders(tmp_path: Path) -> None:
     model = make_model("llama")
     save_pretrained(model, f"file://{tmp_path}/saved")
     assert_same_model(from_pretrained(f"file://{tmp_path}/saved", **QUIET), model)
+    state = tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0"
+    dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=state, no_dist=True)
+    shutil.copy(folders["llama"] / "config.json", tmp_path)
+    store.put(str(tmp_path), "/state", recursive=True)
+    assert_same_model(from_pretrained("memory://state/checkpoint-5", **QUIET), make_model("llama"))
 
 
 def test_a_stub_is_made_anew_where_a_checkpoint_changed(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -67,17 +72,6 @@ def test_a_stub_is_made_anew_where_a_checkpoint_changed(store: Any, folders: dic
         stores.stub_of("memory://run")
 
 
-def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "memory://run"]) in (0, None)
-    assert "LlamaDecoderLayer" in capsys.readouterr().out
-    store.pipe_file("/run/model.safetensors.index.json", b"{")
-    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json: is not valid JSON"):
-        from_pretrained("memory://run", **QUIET)
-    store.pipe_file("/run/model.safetensors", (2**60).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors: cannot be read as safetensors"):
-        from_pretrained("memory://run", **QUIET)
-
-
 def test_no_password_of_a_url_is_written_or_shown(
     store: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,17 +87,13 @@ def test_no_password_of_a_url_is_written_or_shown(
         from_pretrained(url, **QUIET)
     said = "'me:hunter2@host' is no bucket: memory://me:hunter2@host/?signature=hunter2"
     monkeypatch.setattr(store, "ls", Mock(side_effect=OSError(said)))
-    with pytest.raises(
-        CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no bucket"
-    ) as listed:
+    with pytest.raises(CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no") as listed:
         from_pretrained(url, **QUIET)
     written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
     assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value} {listed.value}"
 
 
-def test_folders_of_killed_runs_are_removed_and_those_of_others_that_run_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_killed_runs_are_removed_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "mine").mkdir()
     with stores.temporary_folder() as running, stores.temporary_folder() as other:
@@ -131,21 +121,23 @@ def test_a_store_that_lies_is_one_error(store: Any, entry: dict[str, Any], monke
         stores.stub_of("memory://run")
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> None:
+def test_a_place_in_errors_and_a_file_that_is_replaced_meanwhile(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     index, model = CheckpointIndex.open("memory://run"), build_meta_model("memory://run")
     for name in [name for name in store.store if name.endswith(".safetensors")]:
         store.pipe_file(name, store.cat_file(name) + b" ")
     with pytest.raises(CheckpointError, match="was replaced"):
         load_weights(model, index, progress=False)
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_training_state_is_read_with_its_config_above(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    state = tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0"
-    dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=state, no_dist=True)
-    shutil.copy(folders["llama"] / "config.json", tmp_path)
-    store.put(str(tmp_path), "/state", recursive=True)
-    assert_same_model(from_pretrained("memory://state/checkpoint-5", **QUIET), make_model("llama"))
+    assert main(["plan", "memory://run"]) in (0, None)
+    assert "LlamaDecoderLayer" in capsys.readouterr().out
+    store.pipe_file("/run/model.safetensors.index.json", b"{")
+    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json: is not valid JSON"):
+        from_pretrained("memory://run", **QUIET)
+    store.pipe_file("/run/model.safetensors", (2**60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors: cannot be read as safetensors"):
+        from_pretrained("memory://run", **QUIET)
 
 
 def test_one_process_saves_to_a_store_and_undoes_what_fails(store: Any, folders: dict[str, Path]) -> None:

@@ -8,11 +8,8 @@ import pytest
 from tests.support import PAGE, marks, page_of, pytest_terminal_summary
 
 
-def test_the_page_has_the_table_that_the_marks_make() -> None:
+def test_the_page_has_the_table_that_the_marks_make_of_known_words() -> None:
     assert PAGE.read_text() == page_of(marks(), PAGE.read_text()), "python -m tests.support writes it"
-
-
-def test_a_word_that_is_neither_a_feature_nor_a_column_is_refused() -> None:
     with pytest.raises(AssertionError, match="a_test shows"):
         page_of([("tests/a.py::a_test", ("clipping", "tensor parallel"), False)], PAGE.read_text())
 

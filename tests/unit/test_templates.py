@@ -55,7 +55,7 @@ def written(path: Path, suffix: str, *words: str) -> str:
     return path.with_suffix(suffix).read_text()
 
 
-def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path) -> None:
+def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path, capsys: Any) -> None:
     script = FOLDER / "2x8x80gb.sbatch"
     job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41234", "SLURM_CPUS_PER_TASK": "64"}
     *words, home = started(tmp_path, str(script), *OWN, SLURM_SUBMIT_DIR=str(tmp_path), **job)
@@ -63,18 +63,12 @@ def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path) -> Non
     assert words[:9] == ["finetune", "--config_file", "accelerate_configs/2x8x80gb.yaml", *place]
     assert words[-4:] == OWN and home == f"HF_HOME={tmp_path}/hf-home"
     assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8"} <= set(script.read_text().splitlines())
-
-
-def test_a_batch_script_for_a_script_of_ones_own(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "it's here.yaml"
     text = written(path, ".sbatch", *FOUR, "--slurm")
     assert "it's here.sbatch" in capsys.readouterr().out
     assert "MAIN_ADDRESS" not in text and "--gpus-per-node=4" in text and "--nodes=1" in text
     words = started(tmp_path, str(path.with_suffix(".sbatch")), SLURM_SUBMIT_DIR="/", SLURM_CPUS_PER_TASK="1")
     assert words == ["launch", "--config_file", str(path), "your_script.py"]
-
-
-# ---- SkyPilot ----
 
 
 def test_a_task_of_skypilot(tmp_path: Path, capsys: Any) -> None:
@@ -88,18 +82,12 @@ def test_a_task_of_skypilot(tmp_path: Path, capsys: Any) -> None:
     words = started(tmp_path, "-c", task["run"], **machine)
     place = ["--machine_rank", "1", "--main_process_ip", "10.0.0.7", "--main_process_port", "29500"]
     assert words == ["launch", "--config_file", mounted, *place, "your_script.py", *OWN]
-
-
-def test_a_task_of_skypilot_on_one_machine(tmp_path: Path) -> None:
     task = yaml.safe_load(written(tmp_path / "one.yaml", ".sky.yaml", *FOUR, "--skypilot"))
     assert task["resources"] == {"accelerators": "H100:4"} and task["num_nodes"] == 1 and "volumes" not in task
     words = started(tmp_path, "-c", task["run"], ARGS="", SKYPILOT_NODE_IPS="10.0.0.7")
     assert words == ["launch", "--config_file", "/tmp/hf-fsdp/one.yaml", "your_script.py"]
     task = yaml.safe_load(written(tmp_path / "cpu.yaml", ".sky.yaml", "--cpu", "--num-processes", "2", "--skypilot"))
     assert task["resources"] == {"cpus": "16+"}
-
-
-# ---- Kubernetes ----
 
 
 def test_a_job_of_kubernetes(tmp_path: Path) -> None:
@@ -126,9 +114,6 @@ def test_a_job_of_kubernetes(tmp_path: Path) -> None:
     words = started(tmp_path, option, *container["args"], **variables, JOB_COMPLETION_INDEX="1")
     place = ["--machine_rank", "1", "--main_process_ip", "train-8x80gb-0.train-8x80gb", "--main_process_port", "29500"]
     assert words == ["launch", "--config_file", "/launch/launch.yaml", *place, "your_script.py", *OWN]
-
-
-def test_a_job_of_kubernetes_without_arguments_of_ones_own(tmp_path: Path) -> None:
     words = ["--gpu", "mi300x", "--num-processes", "8", "--main-process-port", "1234", "--num-machines", "2"]
     text = written(tmp_path / "amd.yaml", ".k8s.yaml", *words, "--kubernetes").replace("${ARGS}", "")
     (container,) = [*yaml.safe_load_all(text)][2]["spec"]["template"]["spec"]["containers"]
@@ -138,9 +123,6 @@ def test_a_job_of_kubernetes_without_arguments_of_ones_own(tmp_path: Path) -> No
     assert words[-3:] == ["--main_process_port", "1234", "your_script.py"]
 
 
-# ---- Hugging Face Jobs ----
-
-
 def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     path = tmp_path / "it's here.yaml"
     written(path, ".jobs.sh", "--gpu", "a100-80gb", "--num-processes", "4", "--hf-jobs")
@@ -148,9 +130,8 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     said = "\n".join(started(tmp_path, str(script), *OWN, IMAGE="image"))
     asked, inside = said.split("\n---\n")
     assert asked.splitlines()[:2] == ["jobs", "run"] and "--flavor\na100x4\n--timeout\n24h\n" in asked
-    assert inside == "\n".join(
-        ["launch", "--config_file", "launch.yaml", "your_script.py", *OWN, path.read_text().strip()]
-    )
+    words = ["launch", "--config_file", "launch.yaml", "your_script.py", *OWN]
+    assert inside == "\n".join([*words, path.read_text().strip()])
 
     real = Path(sys.executable).with_name("hf")
     (tmp_path / "real").mkdir()
@@ -161,12 +142,12 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     assert done.returncode == 0 and "a100x4" in done.stdout and "not submitted" in done.stdout, done.stderr
 
 
-def test_names_of_others_are_theirs() -> None:
+def test_names_of_others_are_theirs_and_one_kind_is_written_at_a_time(capsys: Any) -> None:
     flavors = {word.partition(":")[2] for gpu in GPUS.values() for word in gpu.hf_flavors.split()}
     assert flavors and flavors <= {each.value for each in JobHardware}
-
-
-# ---- all of them ----
+    with pytest.raises(SystemExit):
+        main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["slurm", "skypilot", "kubernetes", "hf-jobs"])
@@ -203,9 +184,3 @@ def test_no_line_of_anothers_is_written(tmp_path: Path, capsys: Any, kind: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
     text = FSDPConfig(num_processes=2).to_accelerate_yaml(command="a\nb: 1", notes=["c\re: 1\u2028f: 2\x85g: 3"])
     assert yaml.safe_load(text) == yaml.safe_load(FSDPConfig(num_processes=2).to_accelerate_yaml())
-
-
-def test_one_kind_at_a_time(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
-    assert "not allowed with argument" in capsys.readouterr().err

@@ -11,9 +11,7 @@ from hf_fsdp_tools.integrations.resume import using_format
 from hf_fsdp_tools.saving.held_dcp import ThreadedWriter
 
 
-def test_a_rank_writes_files_at_a_time_and_an_error_of_any_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_at_a_time_and_any_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     values = {str(n): torch.arange(n, 100.0) for n in range(7)}
     save(values, storage_writer=ThreadedWriter(tmp_path / "whole"), no_dist=True)

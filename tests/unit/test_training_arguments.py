@@ -4,7 +4,6 @@ A process of one rank stands for all: nothing is communicated.
 """
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,15 +17,10 @@ from transformers import TrainingArguments
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.distributed.mesh import mesh_of
+from hf_fsdp_tools.integrations import training_arguments
 from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.integrations.training_arguments import (
-    _values,
-    agree_with_arguments,
-    group_options,
-    plugin_of,
-    precision_of,
-)
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_model
 from tests._training import forget_accelerate
@@ -74,15 +68,10 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *VARIABLES):
         monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
         monkeypatch.delenv(name)
-    forget_accelerate()
-    yield
-    forget_accelerate()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:
@@ -98,8 +87,10 @@ def sharded(accelerator: Any, **options: Any) -> Any:
     return shard_model(model, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator), **options)
 
 
-def test_the_table_has_every_key():
+def test_the_table_has_every_key_and_what_is_no_training_arguments_is_refused():
     assert KEYS.keys() == TRAINING_KEYS.keys()
+    with pytest.raises(ConfigError, match=r"args is 'bf16'; make_accelerator takes TrainingArguments"):
+        make_accelerator("bf16")
 
 
 @pytest.mark.filterwarnings("ignore:Only FSDP1 has")
@@ -117,7 +108,8 @@ def test_the_accelerator_of_the_arguments_has_them_over_variables(key, monkeypat
     plugin = accelerator.state.fsdp_plugin
     assert plugin.fsdp_version == (1 if key == "version" else 2)
     if case.late != ALIKE or row.fsdp2 is None:
-        assert _values(plugin)[row.argument] != _values(_plain_plugin(monkeypatch))[row.argument]
+        ours, plain = map(training_arguments._values, (plugin, _plain_plugin(monkeypatch)))
+        assert ours[row.argument] != plain[row.argument]
     if plugin.fsdp_version == 2:
         agree_with_arguments(plugin_of(args), args, sharded(accelerator))  # what the Trainer does
 
@@ -170,7 +162,7 @@ def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
         assert make_accelerator(args, fsdp_plugin=same).state.fsdp_plugin is same
 
 
-def test_all_differences_are_in_one_error():
+def test_all_differences_are_in_one_error_and_compiled_blocks_are_not_checkpointed_late():
     model = sharded(make_accelerator(cpu=True))
     args = TrainingArguments(
         "run", use_cpu=True, report_to=[], fsdp=True,
@@ -184,48 +176,36 @@ def test_all_differences_are_in_one_error():
         "fsdp_config reshard_after_forward=False (the model: True); "
         "parallelism_config of dp_replicate_size 2 x dp_shard_size 4 (the model: one process)" in str(stopped.value)
     )
-
-
-def test_compiled_blocks_are_not_checkpointed_late():
+    forget_accelerate()
     model = sharded(make_accelerator(cpu=True), compile={"backend": "eager"})
     args = arguments("activation_checkpointing")
     with pytest.raises(ConfigError, match=r"activation_checkpointing=True \(the model: False\)"):
         agree_with_arguments(plugin_of(args), args, model)
 
 
-# ---- precision, the process group ----
-
-
-def test_arguments_without_a_precision_keep_what_is_in_force():
+def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():
     model = sharded(make_accelerator(cpu=True, mixed_precision="bf16"))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert precision_of(arguments(), model) == "bf16"
     assert precision_of(arguments(bf16=True), None) == "bf16"
     forget_accelerate()
     assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
-        (
-            {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)},
-            r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]",
-        ),
-    ],
-)
-def test_a_second_accelerator_with_other_settings_is_one_error(asked, said):
-    make_accelerator(cpu=True)
-    with pytest.raises(ConfigError, match=rf"exists already .*{said}.*make_accelerator\(arguments\)"):
-        make_accelerator(cpu=True, **asked)
-
-
-def test_a_plugin_for_a_second_accelerator_is_used():
+    forget_accelerate()
     make_accelerator(cpu=True)
     given = HybridFSDPPlugin(activation_checkpointing=True)
     assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
     assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
+
+
+def test_a_second_accelerator_with_other_settings_is_one_error():
+    make_accelerator(cpu=True)
+    sizes = r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]"
+    for asked, said in (
+        ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
+        ({"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)}, sizes),
+    ):
+        with pytest.raises(ConfigError, match=rf"exists already .*{said}.*make_accelerator\(arguments\)"):
+            make_accelerator(cpu=True, **asked)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -243,8 +223,3 @@ def test_ddp_timeout_is_that_of_every_group_whoever_started_it(both):
     start_state(plugin_of(args), mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
     assert timeout_of(other) == timedelta(seconds=25)
     assert group_options(arguments()) == {}, "the default asks for nothing: a longer limit of the script stays"
-
-
-def test_what_is_no_training_arguments_is_refused():
-    with pytest.raises(ConfigError, match=r"args is 'bf16'; make_accelerator takes TrainingArguments"):
-        make_accelerator("bf16")

@@ -36,9 +36,8 @@ def test_a_copy_shares_tensors_and_leaves_wrappers_out():
     assert copy.places["0"] == "0" and copy.names["0"] == inside and copy.names["0.linear"] == f"{inside}.linear"
     assert type(model[0]) is not Block and type(copy.model[0]) is Block
     model = make_tree()
-    copy = copy_tree(
-        model, parameters=lambda module: {name: nn.Parameter(p + 1) for name, p in module._parameters.items()}
-    ).model
+    more = lambda module: {name: nn.Parameter(p + 1) for name, p in module._parameters.items()}  # noqa: E731
+    copy = copy_tree(model, parameters=more).model
     copy[2].linear = nn.Identity()
     copy[1].register_buffer("other", torch.ones(1))
     assert isinstance(model[2].linear, nn.Linear) and not hasattr(model[1], "other")

@@ -1,24 +1,19 @@
 """Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as t
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools import HybridPolicy, WrapPlan, WrapPlanError, build_meta_model, make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from tests._dist import fake_ranks
 from tests.census import plans
 from tests.census.defaults import classes_by_default
 from tests.unit.test_blocks import Block, Model
@@ -35,11 +30,7 @@ MORE = """
 """.split()  # noqa: SIM905
 
 
-@pytest.fixture(scope="module")
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+fake_group = pytest.fixture(fake_ranks)
 
 
 @pytest.mark.parametrize("model_type", [*SAMPLE, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in MORE)])
@@ -59,9 +50,6 @@ def unit_names(model: nn.Module, **policy: Any) -> list[tuple[str, ...]]:
 
 
 LAYERS = [(f"layers.{index}",) for index in range(6)]
-
-
-# ---- the shape of a plan ---------------------------------------------------------------------------------------------
 
 
 def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
@@ -89,6 +77,23 @@ def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     assert make_wrap_plan(model).replicated == ("embeddings.register_tokens",)
     model = build_meta_model(t.ModernBertConfig(num_hidden_layers=2), auto_class=t.ModernBertModel)
     assert unit_names(model)[0] == ("embeddings.tok_embeddings",)
+    assert ("positions",) in unit_names(CallsTable(), floor_params=0)
+    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
+    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
+    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
+    # Gemma-3-27B in its real size: its tower is just below the ceiling, and with the projector just above.
+    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
+    vision |= {"num_attention_heads": 16, "patch_size": 14}
+    config = t.Gemma3Config(text_config=text | heads, vision_config=vision)
+    plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
+    tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
+    assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
+    assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
+    model = Model(nn.ModuleList(running(6, width=256)))
+    model.tower = nn.ModuleList(running(4, width=64))
+    assert unit_names(model) == [*LAYERS, ("",)], "a tower below the ceiling is gathered with the root"
 
 
 def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: None) -> None:
@@ -137,13 +142,6 @@ class CallsTable(ReadsTable):
         return self.embed_tokens(ids).to(self.positions.weight.dtype) + self.positions(ids)
 
 
-def test_a_table_that_is_read_without_a_call_is_no_unit_of_its_own() -> None:
-    assert ("positions",) in unit_names(CallsTable(), floor_params=0)
-    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
-    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
-    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
-
-
 def test_two_dtypes_are_parted_or_the_rarer_is_left_whole(fake_group: None) -> None:
     model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in model.layers:
@@ -175,9 +173,6 @@ class ReadsConvolution(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + nn.functional.conv1d(hidden.float(), self.conv1d.weight, padding=3, groups=32)[..., :-3]
-
-
-# ---- shapes that no registry knows -----------------------------------------------------------------------------------
 
 
 class Holder(nn.Module):
@@ -247,23 +242,6 @@ def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None
     assert faults(SHAPES[shape]()) == []
 
 
-def test_equal_blocks_of_a_small_tower_are_units_together() -> None:
-    """Gemma-3-27B in its real size: its tower is just below the ceiling, and with the projector just above."""
-    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
-    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
-    config = t.Gemma3Config(
-        text_config=text | heads, vision_config=vision | {"num_attention_heads": 16, "patch_size": 14}
-    )
-    plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
-    tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
-    assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
-    assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
-
-
-# ---- policies --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wanted", [RunningBlock, "RunningBlock", "layers.?"], ids=["class", "name", "pattern"])
 def test_block_types_may_be_classes_names_or_patterns(wanted: Any) -> None:
     plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(block_types=(wanted,)))
@@ -288,9 +266,8 @@ def test_a_policy_chooses_units_options_and_sizes() -> None:
     plan = make_wrap_plan(model, policy=HybridPolicy(reshard_after_forward={"layers.[45]": False, "": True}))
     assert [u.reshard_after_forward for u in plan.units if "layers" in u.modules[0]] == [True] * 4 + [False] * 2
     assert plan.units[-1].reshard_after_forward is True
-    plan = make_wrap_plan(
-        Model(nn.ModuleList(running())), policy=HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
-    )
+    policy = HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=policy)
     assert len(plan.replicated) == 13 and "embed.weight" in plan.replicated
     assert sum(unit.num_params for unit in plan.units) == plan.num_params - 6 * 16 - 32 * 8
 
@@ -308,16 +285,10 @@ def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
     with pytest.raises(WrapPlanError, match=r"min_unit_params is -1.*block_types is 'Block'.*write \('Block',\)"):
         HybridPolicy(min_unit_params=-1, block_types="Block")  # type: ignore[arg-type]
     with pytest.raises(WrapPlanError, match="unknown options colour; known are"):
-        make_wrap_plan(
-            Model(nn.ModuleList(running())),
-            policy=HybridPolicy(units=(lambda fqn, module: {"colour": 1} if fqn == "norm" else None,)),
-        )
+        unit_names(Model(nn.ModuleList(running())), units=(lambda fqn, _: {"colour": 1} if fqn == "norm" else None,))
 
 
-# ---- plans as data ---------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
+def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() -> None:
     plan = make_wrap_plan(Model(nn.ModuleList(running())))
     again = WrapPlan.from_json(plan.to_json())
     assert again == plan and again.digest == plan.digest == make_wrap_plan(Model(nn.ModuleList(running()))).digest
@@ -327,8 +298,6 @@ def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
         kept = (replace(plan.units[0], **told), *plan.units[1:])
         assert replace(plan, units=kept).digest != plan.digest
 
-
-def test_a_plan_says_for_whom_a_unit_is_kept_whatever_its_reason_says() -> None:
     def first(fqn: str, module: nn.Module) -> dict[str, Any] | None:
         return {"reshard_after_forward": False, "reason": "head of the stack"} if fqn == "model.layers.0" else None
 
@@ -367,9 +336,7 @@ def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
         "in two units": replace(plan, units=(unit("layers.0"), *plan.units)),
         "Children come before parents": replace(plan, units=(unit("layers.0"), unit("layers.0.mlp"), root)),
         "'scale', 0-d or empty": replace(plan, replicated=()),
-        "tied parameter embed.weight = head.weight": replace(
-            plan, units=(unit("embed"), *map(unit, [n for (n,) in LAYERS]), root)
-        ),
+        "tied parameter embed.weight = head": replace(plan, units=(unit("embed"), *(unit(*n) for n in LAYERS), root)),
         "6 blocks are left in the root": replace(plan, units=(root,)),
         "whose forward never runs": replace(plan, units=(unit("layers"), root)),
     }
