@@ -98,11 +98,17 @@ def test_the_peak_of_a_step_is_foreseen(request, name):
 @pytest.mark.shows("memory estimate", "LoRA")
 def test_a_frozen_base_on_one_rank_is_used_where_it_lies():
     (found,) = run_ranks(measure_all, 1, ["LoRA"])
-    held, peak = requested(estimated_on_cpus(case_named("LoRA"), "tiny", 1))
+    step = estimated_on_cpus(case_named("LoRA"), "tiny", 1)
+    held, peak = requested(step)
     assert (found["LoRA"]["held"], found["LoRA"]["peak"]) == (
         pytest.approx(held, rel=1e-3),
         pytest.approx(peak, rel=1e-3),
     )
+    block = [each for each in step.events if isinstance(each, Alloc | Work) and each.unit == "model.layers.0"]
+    block = [each for each in block if each.phase == "forward"]
+    copied = sum(each.num_bytes for each in block if isinstance(each, Alloc) and each.kind == "gathered parameters")
+    moved = [each.num_bytes for each in block if isinstance(each, Work) and each.operation == "memory"]
+    assert 0 < 2 * copied == max(moved), "the adapter alone is read and written; the base would be more"
 
 
 @pytest.mark.parametrize("name", marked(RECOMPUTED))

@@ -210,6 +210,7 @@ class Fsdp2Schedule:
         twice; on one rank, what is frozen and has the dtype of computation is used where it lies."""
         writer, ranks = self._writer, unit.shards[0].ranks
         copies: list[int] = []
+        copied_bytes = 0
         for shard in unit.shards:
             num_bytes = shard.gathered_bytes * ranks
             if ranks == 1:
@@ -219,10 +220,11 @@ class Fsdp2Schedule:
                 writer.free(*copies)
                 copies = made
             yield writer.take(num_bytes, "gathered parameters")
+            copied_bytes += num_bytes
             if shard.dim:
                 copies.append(writer.take(num_bytes, "gather buffers"))
                 writer.work("memory", 2 * num_bytes)
-        writer.work("memory", 2 * ranks * sum(shard.gathered_bytes for shard in unit.shards))
+        writer.work("memory", 2 * copied_bytes)
         writer.free(*copies)
 
     def _free_gathered(self, unit: _Unit) -> None:
