@@ -104,7 +104,7 @@ def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) ->
         assert begun == bool(complete), f"{moment}: a complete checkpoint was there, and none is"
         for path in complete:
             assert _content(path) == remembers.contents[path.name], path
-    assert len(seen) > 30 and begun
+    assert len(seen) > 50 and begun
     assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
 
 

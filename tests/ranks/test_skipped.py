@@ -1,6 +1,6 @@
 """Units that one rank does not run, and others do: towers without inputs, dropped layers, early exits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -109,17 +109,16 @@ def with_media(kind: str, model: Any, seed: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone(), **media}
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> dict[str, Any]:
+def cases_of(kinds: Iterable[str], root: Path) -> dict[str, Any]:
     """Tiny models, the batches of two ranks, of which some have images or sound, and what one process makes of them."""
     made = {}
-    for kind, kind_class in KINDS.items():
+    for kind in kinds:
+        kind_class, folder = KINDS[kind], root / kind
         config = shrink(hf.CONFIG_MAPPING[kind](), "tiny")
         if kind == "mllama":  # layers between others read the images, and are left out without
             config.vision_config.vision_output_dim = 5 * config.vision_config.hidden_size
             config.text_config.cross_attention_layers = [1, 3]
         model = build(kind_class, config)
-        folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         first, second = (with_media(kind, model, seed) for seed in range(2))
         plain = text_only(first, 1)
@@ -232,11 +231,10 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
     ],
     ids=["usual", "all"],
 )
-def test_images_or_sound_on_one_rank_only(cases, tmp_path, kinds, frozen):
+def test_images_or_sound_on_one_rank_only(tmp_path, kinds, frozen):
     """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
-    chosen = {kind: cases[kind] for kind in kinds}
-    results = run_ranks(run_towers, 2, chosen, tmp_path, frozen)[0]
-    for kind in chosen:
+    results = run_ranks(run_towers, 2, cases_of(kinds, tmp_path), tmp_path / "out", frozen)[0]
+    for kind in kinds:
         *differ, alike = ([name for name, _ in log].count("all_reduced") for log in results[kind])
         assert alike == 1, kind  # which inputs there are is compared, and nothing else
         assert not any(name == "exchange" for log in results[kind] for name, _ in log), "nothing goes through the store"
