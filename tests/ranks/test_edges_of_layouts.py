@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import full, tiny_config
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 
 CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
 SIZES = {"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -140,4 +140,4 @@ def test_what_usual_rows_do_not_show() -> None:
         logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, copies, routers_of_padded_rows,
         labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
-    run_ranks(run_cases, 2, cases | {case.__name__: case for case in others})
+    run_ranks(run_cases, 2, cases | named(*others))

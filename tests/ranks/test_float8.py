@@ -41,7 +41,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding import float8, placement
 from hf_fsdp_tools.sharding.float8 import Float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import (
     ShardedTrainer,
@@ -397,20 +397,17 @@ EVERY = (
     the_base_alone_is_called, adapters_on_a_frozen_base, copies_are_of_fp8_too, words_of_accelerate,
     rows_shared_by_ranks, ranks_that_differ, refusals,
 )  # fmt: skip
-CASES = {"ways": partial(ways_change_nothing, WAYS), **{case.__name__: case for case in EVERY}}
+CASES = {"ways": partial(ways_change_nothing, WAYS), **named(*EVERY)}
 RARE_CASES = {"ways": partial(ways_change_nothing, RARE)}
+WITH_FILES = named(parameters_and_files_are_plain, states_resume_to_the_bit, a_trainer_equals_a_loop)
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(RARE_CASES, marks=pytest.mark.nightly)], ids=["usual", "rare"])
 @pytest.mark.shows("FP8 (emulated)", "FSDP2", "LoRA", "offload", "compile", "cp")
 @pytest.mark.shows("FP8 (emulated)", "QLoRA", "tp", refused=True)
-def test_two_ranks(folder: Path, cases: dict[str, Any]) -> None:
-    run_ranks(run_cases, 2, cases, folder)
-
-
-def test_states_and_files(folder: Path, tmp_path: Path) -> None:
-    cases = (parameters_and_files_are_plain, states_resume_to_the_bit, a_trainer_equals_a_loop)
-    run_ranks(run_cases, 2, cases, folder, tmp_path)
+def test_two_ranks(folder: Path, tmp_path: Path, cases: dict[str, Any]) -> None:
+    files = {} if cases is RARE_CASES else {name: partial(case, folder, tmp_path) for name, case in WITH_FILES.items()}
+    run_ranks(run_cases, 2, {name: partial(case, folder) for name, case in cases.items()} | files)
 
 
 @pytest.mark.nightly
@@ -461,7 +458,9 @@ def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torc
     return full_gradients(model), [p.to_local().shape for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("size", "layouts"), [(3, [(1, False), (1, True)]), (4, [(2, False)])])
+@pytest.mark.parametrize(
+    ("size", "layouts"), [(3, [(1, False), (1, True)]), pytest.param(4, [(2, False)], marks=pytest.mark.nightly)]
+)
 @pytest.mark.shows("FP8 (emulated)", "HSDP")
 def test_uneven_shards_and_copies(folder: Path, size: int, layouts: list[tuple[int, bool]]) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""

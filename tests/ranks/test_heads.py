@@ -31,7 +31,7 @@ from tests._checkpoints import (
     stored_tensors,
     tiny_config,
 )  # fmt: skip
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
 
@@ -272,13 +272,14 @@ def kept(tmp: Path, name: str, **options: Any) -> Mapping[str, float]:
 
 
 SAVED = {kind: partial(saved_now_and_in_the_background, kind) for kind in HEADS}
-CASES = (drafts_of_transformers, a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised)
-NAMED = {"saved": SAVED.pop("deepseek_v3"), **{case.__name__: case for case in CASES}}
+CASES = (a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised)
+NAMED = {"saved": SAVED.pop("deepseek_v3")} | named(*CASES)
 
 
 @pytest.mark.nightly
 def test_heads_of_other_kinds_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(run_cases, 2, SAVED | {"blocking": partial(a_trainers_checkpoint, True, 1)}, folders, tmp_path)
+    others = {"blocking": partial(a_trainers_checkpoint, True, 1), "drafts": drafts_of_transformers}
+    run_ranks(run_cases, 2, SAVED | others, folders, tmp_path)
 
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:

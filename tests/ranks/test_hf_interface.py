@@ -208,7 +208,6 @@ OF_A_MODEL = (
     an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
     a_tied_head_is_saved_once,
-    a_tied_head_is_saved_once,
     tokens_are_added_by_the_models_own_method,
     a_plain_state_dict_is_loaded_into_the_shards,
     images_and_texts_are_encoded_before_a_generation,

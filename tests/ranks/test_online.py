@@ -37,8 +37,8 @@ TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-OTHERS = ("rloo", "distillation")
-RARE = ("online dpo", "gkd")
+OTHERS = ("rloo",)
+RARE = ("online dpo", "gkd", "distillation")
 """Those beside GRPO, which is compared with one process below."""
 
 
@@ -162,7 +162,7 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
 
 
 @pytest.mark.parametrize(
-    "kinds", [("full", "adapted"), pytest.param(("lora",), marks=pytest.mark.nightly)], ids=["usual", "rare"]
+    "kinds", [("full",), pytest.param(("lora", "adapted"), marks=pytest.mark.nightly)], ids=["usual", "rare"]
 )
 @pytest.mark.shows("GRPO", "FSDP2", "LoRA")
 def test_grpo_equals_trl_on_one_process(folders, tmp_path, kinds):
@@ -330,8 +330,8 @@ OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]
 @pytest.mark.parametrize(
     "ways",
     [
-        [("mixtral", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
-        pytest.param([("llama", "colocate", None), ("llama", "server", adapter())], marks=pytest.mark.nightly),
+        [("llama", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
+        pytest.param([("mixtral", "server", None), ("llama", "server", adapter())], marks=pytest.mark.nightly),
     ],
     ids=["usual", "rare"],
 )

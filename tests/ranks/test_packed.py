@@ -41,7 +41,7 @@ from tests._checkpoints import (
     with_order,
     word_tokenizer,
 )
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, train
@@ -407,10 +407,6 @@ def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
     model = from_pretrained(folder / "fp8", dequantize=False, peft_config=ADAPTER, **QUIET)
     for merge in (model.merge_adapter, model.merge_and_unload):
         assert "stays quantised, and nothing can be added to it" in refusal(merge)
-
-
-def named(*cases: Any) -> dict[str, Any]:
-    return {case.__name__: case for case in cases}
 
 
 SAVED = ("fp8 experts", "compressed int4", "compressed nvfp4", "gptq experts")

@@ -28,7 +28,7 @@ from hf_fsdp_tools.integrations.resume import AVERAGES
 from hf_fsdp_tools.saving import copies, hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
 from tests.ranks.test_interrupted_saves import hearing
@@ -251,9 +251,9 @@ def a_folder_of_each_rank(source: Path, out: Path) -> None:
     trainer.train()
 
 
-def _run(source: Any, root: Path, *cases: Any, **named: Any) -> None:
-    named |= {case.__name__: case for case in cases}
-    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in named.items()})
+def _run(source: Any, root: Path, *cases: Any, **others: Any) -> None:
+    every = named(*cases) | others
+    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in every.items()})
 
 
 @pytest.mark.parametrize(("limit", "blocking"), [(1, True), pytest.param(2, False, marks=pytest.mark.nightly)])
