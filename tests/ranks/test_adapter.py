@@ -156,7 +156,6 @@ def _one_case(kind: str, config: Callable[[], Any], folders: dict[str, Path], ou
 
 
 def the_class_of_base_that_it_was_trained_on_is_opened(folder: Path, output: Path) -> None:
-    """The base is of the class and the classes that the adapter was trained on."""
     dora = {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}
     for name, kind, task, more in (
         ("embedder", AutoModel, "FEATURE_EXTRACTION", {}),
@@ -556,7 +555,6 @@ ROADS = ("plain model and prepare", "peft_config of from_pretrained", "get_peft_
 
 
 def _trained(model: Any, ids: torch.Tensor, accelerator: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of one step, and the weights after it."""
     optimizer = torch.optim.SGD([p for p in model.eval().parameters() if p.requires_grad], lr=0.1)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)

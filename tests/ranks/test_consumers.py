@@ -36,7 +36,6 @@ def step(model: Any) -> None:
 
 
 def made(name: str, folders: dict[str, Path]) -> tuple[Any, LiveWeights]:
-    """Odd shards, replicas, experts that are cut out of stacks, tied tables, merged LoRA."""
     if name == "lora":
         model = adapted(folders["mixtral"])
         return model, live_weights(model, dtype=torch.bfloat16, merge_adapters=True)

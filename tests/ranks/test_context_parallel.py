@@ -299,11 +299,7 @@ def steps(folder: str, cp_size: int, first: int) -> list[float]:
         accelerator.load_state(f"{folder}/state")
     losses = []
     for step in range(first, 2):
-        loss = model(**rows_of("packed", step)).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses += train(model, optimizer, [rows_of("packed", step)], accelerator=accelerator)
         if not step:
             accelerator.save_state(f"{folder}/state")
     return losses

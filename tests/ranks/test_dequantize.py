@@ -62,7 +62,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_dequantized(model: nn.Module, kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Every tensor equals transformers' in the dtype that a plain model has."""
     found, what = full_state(model), (kind, dtype)
     if dist.get_rank():
         return  # all have the same
@@ -135,7 +134,6 @@ def along_other_dimensions(kind: str, dim: int, folder: Path, tmp: Path) -> None
 
 
 def replicas(folder: Path, tmp: Path) -> None:
-    """The first replica reads."""
     mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
     model, report = from_pretrained(folder / "mxfp4", mesh=mesh, output_loading_info=True)
     assert (report.bytes_read > 0) == (dist.get_rank() == 0)

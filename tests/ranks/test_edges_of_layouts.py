@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, parallelize_model, shard_model
-from tests._checkpoints import full, tiny_config
+from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import named, run_cases, run_ranks
 
 CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
@@ -34,13 +34,7 @@ ANGLES = {
 
 @cache
 def plain(kind: str) -> Any:
-    """A model on one process, in which every parameter matters."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ANGLES.get(kind) or tiny_config(kind, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
+    return randomize(AutoModelForCausalLM.from_config(ANGLES.get(kind) or tiny_config(kind, 2))).eval()
 
 
 def shared(kind: str, dims: ParallelDims) -> Any:

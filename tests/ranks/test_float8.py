@@ -110,7 +110,6 @@ def rows_of(rank: int, size: int) -> list[list[torch.Tensor]]:
 
 
 def in_one_process(size: int) -> tuple[list[float], Any]:
-    """What ranks compute together, as micro-batches of one process."""
     model = by_torchao()
     together = [[micro for rank in range(size) for micro in rows_of(rank, size)[step]] for step in range(3)]
     losses = steps(model, together, scale=1 / size)
@@ -326,7 +325,6 @@ def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
 
 
 def copies_are_of_fp8_too(folder: Path) -> None:
-    """As TRL makes references of a policy."""
     model = load(folder, "fp8")
     assert "computation  bfloat16, FP8 in 14 linear layers" in describe_sharding(model)
     twin = copy.deepcopy(model)
@@ -412,7 +410,6 @@ def test_two_ranks(folder: Path, tmp_path: Path, cases: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 def test_one_rank(folder: Path) -> None:
-    """One process of this package is torchao's too."""
     run_ranks(numerics_are_those_of_one_process, 1, folder)
 
 

@@ -50,7 +50,6 @@ LEGACY: dict[str, dict[str, Any]] = {
 
 
 def save_all(kinds: tuple[str, ...], folders: dict[str, Path], root: Path) -> None:
-    """What people have on disk: saved by 3 ranks in every way that is in use."""
     for kind in kinds:
         model = loaded(kind, folders[kind])
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}

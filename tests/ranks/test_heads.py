@@ -117,7 +117,6 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
 
 
 def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
-    """transformers finds the head by its own rule, and all of its weights."""
     source = tmp / "mellum"
     if dist.get_rank() == 0:
         config = tiny_config("mellum")
@@ -158,7 +157,6 @@ def a_trainers_checkpoints(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def merged(folders: dict[str, Path], tmp: Path) -> None:
-    """An adapter holds no heads; what is merged, here or by export, does."""
     source = folders["deepseek_v3"]
     model = add_adapter(from_pretrained(source), LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False))
     save_pretrained(model, tmp / "adapter")

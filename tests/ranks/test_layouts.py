@@ -26,7 +26,7 @@ from hf_fsdp_tools.loading.io import files
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
-from tests._training import ShardedTrainer, arguments, logged, make_rows
+from tests._training import ShardedTrainer, arguments, logged, make_rows, train
 from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, prepared, rows
 
@@ -113,16 +113,9 @@ def in_bf16(ways, parent):
             seeded = {"load_kwargs": QUIET | {"seed": 1}, **options}
             model = from_pretrained(folder, mesh=each, mp_policy="bf16", **seeded).train()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-            losses = []
-            for step in range(2):
-                mine = rows(dims, step)[1]
-                loss = model(input_ids=mine, labels=mine, use_cache=False).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-            found.append(losses)
-            assert loss.dtype == torch.float32
+            mine = [rows(dims, step)[1] for step in range(2)]
+            found.append(train(model, optimizer, [{"input_ids": m, "labels": m, "use_cache": False} for m in mine]))
+            assert model(input_ids=mine[0], labels=mine[0]).loss.dtype == torch.float32
         assert found[0] == pytest.approx(found[1], rel=5e-3) and found[0][0] != found[0][1], (kind, options)
 
 

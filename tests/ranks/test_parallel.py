@@ -33,10 +33,10 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
-from tests._checkpoints import refusal, tiny_config
+from tests._checkpoints import randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
-from tests._training import make_rows
+from tests._training import make_rows, train
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -69,13 +69,7 @@ def folder_of(kind: str, parent: Path) -> Path:
     """A checkpoint of four experts and four heads, two of keys; each rank calls, one writes."""
     folder = parent / kind
     if not (folder / "config.json").exists() and dist.get_rank() == 0:
-        config = tiny_config(kind, 2)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(folder)
+        randomize(AutoModelForCausalLM.from_config(tiny_config(kind, 2))).save_pretrained(folder)
     dist.barrier()
     return folder
 
@@ -308,16 +302,8 @@ def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[flo
     accelerator, model, optimizer = prepared(parent, sizes, ep_size, SGD)
     size = 4 * sizes.get("tp_size", 1) // dist.get_world_size()
     loader = accelerator.prepare(torch.utils.data.DataLoader(make_rows(4), batch_size=size))
-    found = []
-    for _ in range(2):
-        for batch in loader:
-            loss = model(**batch, use_cache=False).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(accelerator.gather(loss.detach()).mean()))
-    return found
+    model.config.use_cache = False
+    return [loss for _ in range(2) for loss in train(model, optimizer, loader, accelerator=accelerator, clip=1.0)]
 
 
 @pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")

@@ -63,7 +63,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of five layers."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = hf.LlamaConfig(**sizes, num_hidden_layers=LAYERS, vocab_size=97, tie_word_embeddings=False)
     torch.manual_seed(0)
@@ -79,7 +78,6 @@ def rows_of_rank(step: int) -> dict[str, torch.Tensor]:
 
 
 def runs_of_blocks(model: nn.Module) -> Counter[int]:
-    """Grows whenever a block's attention runs."""
     runs: Counter[int] = Counter()
     layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
     for index, attention in enumerate(layers):

@@ -90,7 +90,6 @@ def every_optimizer(names: list[str], folder: Path) -> dict[str, dict[str, torch
 
 
 def clipped(clip: Callable[..., Any], model: Any, rank: int | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """What a function of torch's over gradients returns, and the gradients after it."""
     backward(model, rank)
     norm = clip(model.parameters())
     return 0.0 if norm is None else full(norm).item(), full_gradients(model)

@@ -34,7 +34,6 @@ SIZES = (140, 132, 77)
 
 
 def loaded_model(kind: str, folders: dict[str, Path], **sharding: Any) -> PreTrainedModel:
-    """Sharded, with its weights."""
     model = sharded_meta_model(kind, folders[kind], **sharding)
     load_weights(model, folders[kind])
     return model
@@ -195,7 +194,6 @@ Pairs = Sequence[tuple[str, int]]
 
 
 def cases_of(loading: Pairs, sharded: Pairs, drawn: Sequence[str], others: Sequence[Any] = ()) -> dict[str, Any]:
-    """Kinds of models and their new sizes, kinds whose rows are drawn, and other cases."""
     cases: dict[str, Any] = {f"{k} to {n}, while loading": partial(resized_while_loading, k, n) for k, n in loading}
     cases |= {f"{kind} to {size}, sharded": partial(resized_when_sharded, kind, size) for kind, size in sharded}
     cases |= {f"{kind}, drawn": partial(drawn_rows, kind) for kind in drawn}

@@ -47,8 +47,6 @@ def _whole(model, optimizer) -> dict[str, torch.Tensor]:
 
 
 class Loop:
-    """A user's script: model, optimizer, scheduler and shuffled rows, with dropout."""
-
     def __init__(self, accelerator, source, *, sharded_before, optimizer=torch.optim.AdamW):
         accelerator.free_memory()
         set_seed(3)

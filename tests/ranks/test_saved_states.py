@@ -138,7 +138,6 @@ class FailsAlone(ShardedTrainer):
 
 
 def fails_alone_while_the_optimizer_is_saved(rank: int, source: Path, out: Path) -> None:
-    """Before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
     trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
     own = dist.get_rank() == rank
     with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
@@ -214,7 +213,6 @@ def no_space_in_the_background(targets: list[str], source: Path, out: Path) -> N
 
 
 def removed_while_it_is_saved(source: Path, out: Path) -> None:
-    """By a cleaning job, for instance."""
     _trainer(source, out, max_steps=1, save_total_limit=1).train()
     before = _content(out / "checkpoint-1")
     from hf_fsdp_tools.integrations import trainer as module
@@ -308,7 +306,6 @@ def flipped(name: str) -> Callable[[Path], None]:
 
 
 def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
-    """The file of rank 1 in the optimizer's state."""
     return lambda folder: how(f"optimizer_0/{sorted(p.name for p in folder.glob('optimizer_0/__1_*'))[0]}")(folder)
 
 

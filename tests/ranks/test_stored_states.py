@@ -36,8 +36,6 @@ def server() -> Iterator[Server]:
 
 
 class Run:
-    """A user's script: model, optimizer and scheduler of a new process."""
-
     def __init__(self, source: Any, **options: Any) -> None:
         self.accelerator: Any = new_accelerator()
         torch.manual_seed(3)

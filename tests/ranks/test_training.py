@@ -496,7 +496,6 @@ def _evaluate_and_generate(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Ranks finish at different times."""
     rank = dist.get_rank()
     return model.generate(batch["input_ids"][:1, : 2 + 3 * rank], max_new_tokens=3 + rank, do_sample=False)
 

@@ -22,7 +22,7 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretr
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from tests._checkpoints import tiny_config, word_tokenizer
+from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
 
@@ -236,10 +236,18 @@ def synced(sources, folder):
     return logged(trainer)
 
 
+ADAPTED = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
+
+
 def adapter_off_precomputed(sources, folder):
     torch.manual_seed(0)
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), {"peft_config": adapter()}, **rows)
+    trainer = _short_run(
+        folder,
+        _model("dpo", sources["tied"], _accelerator()),
+        ADAPTED,
+        **rows,
+    )
     return logged(trainer)
 
 
@@ -248,10 +256,6 @@ def sharded_as_one_unit(sources, folder):
     model = _model("dpo", sources["tied"], _accelerator())
     with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
         _short_run(folder, model, {"ref_model": alone})
-
-
-def adapter() -> Any:
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 @pytest.fixture
@@ -274,7 +278,13 @@ def test_reference_models_given_loaded_synced_or_precomputed(sources, dpo_alone,
 def test_reference_values_are_precomputed_with_the_adapter_off(sources, checkpoints, tmp_path):
     results = run_ranks(adapter_off_precomputed, 2, sources, tmp_path)
     torch.manual_seed(0)
-    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
+    expected = _one_process(
+        "dpo",
+        checkpoints["tied"],
+        tmp_path / "lora",
+        ADAPTED,
+        max_steps=2,
+    )
     for losses in results:
         close(losses, expected)
 
