@@ -20,9 +20,9 @@ from transformers.distributed import DistributedConfig
 from hf_fsdp_tools import CheckpointError, ConfigError, HybridFSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
-from tests._checkpoints import full, no_space
+from tests._checkpoints import no_space
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, make_rows, new_accelerator
+from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows, new_accelerator
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -33,14 +33,6 @@ close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 @pytest.fixture
 def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
     return {kind: folders[kind] for kind in ("llama", "tied", "qwen2_moe")}
-
-
-def _whole(model, optimizer) -> dict[str, torch.Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {name: parameter for parameter, name in names.items()}
-    for parameter, state in optimizer.state.items():
-        tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return {name: full(tensor).clone() for name, tensor in tensors.items()}
 
 
 # ---- a plain loop ----
@@ -92,18 +84,18 @@ def _in_this_world(kind, sharded_before, optimizer, sources, folder):
     loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     loop.train()
     accelerator.save_state(folder / kind)
-    saved = _whole(loop.model, loop.optimizer)
+    saved = full_states(loop.model, loop.optimizer)
     expected = loop.train()
     other = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     accelerator.backward(other.model(**next(other.batches)).loss)  # gradients are pending
     accelerator.load_state(folder / kind)
     other.skip(2)
     other.optimizer.zero_grad()
-    assert saved.keys() == _whole(other.model, other.optimizer).keys()
+    assert saved.keys() == full_states(other.model, other.optimizer).keys()
     assert other.train() == expected
     assert other.scheduler.get_last_lr() == loop.scheduler.get_last_lr()
-    resumed = _whole(other.model, other.optimizer)
-    for name, tensor in _whole(loop.model, loop.optimizer).items():
+    resumed = full_states(other.model, other.optimizer)
+    for name, tensor in full_states(loop.model, loop.optimizer).items():
         assert torch.equal(tensor, resumed[name]), name
     return saved
 
@@ -115,7 +107,7 @@ def _elsewhere(kind, sharded_before, optimizer, saved, sources, folder):
     said = pytest.warns(UserWarning, match=rf"saved by 2 process.es. and is read by {dist.get_world_size()}\.")
     with said if dist.get_rank() == 0 else nullcontext():
         accelerator.load_state(folder / kind)
-    for name, tensor in _whole(loop.model, loop.optimizer).items():
+    for name, tensor in full_states(loop.model, loop.optimizer).items():
         assert torch.equal(tensor, saved[name]), name
     assert accelerator.step == 0, "every rank accumulates in step with rank 0"
     loop.train()
@@ -278,13 +270,13 @@ def _numbered_states(source, out):
     loop = Loop(accelerator, source, sharded_before=True)
     loop.train(1)
     folder = accelerator.save_state()
-    saved = _whole(loop.model, loop.optimizer)
+    saved = full_states(loop.model, loop.optimizer)
     loop.train(1)
     broken = patch("random.getstate", no_space) if dist.get_rank() == 1 else nullcontext()
     with broken, pytest.raises(Exception, match="No space left on device"):
         accelerator.save_state()
     accelerator.load_state()
-    loaded = _whole(loop.model, loop.optimizer)
+    loaded = full_states(loop.model, loop.optimizer)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
     later = accelerator.save_state()
     dist.barrier()
