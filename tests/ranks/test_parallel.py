@@ -342,9 +342,9 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("clipping", "compile", "HSDP", "tp", "ep")
-@pytest.mark.shows("gradient accumulation", "compile")
-@pytest.mark.shows("compile", "HSDP", "tp", "ep")
+@pytest.mark.shows("HSDP", "compile")
+@pytest.mark.shows("clipping", "gradient accumulation", "compile")
+@pytest.mark.shows("compile", "tp", "ep")
 @pytest.mark.parametrize(
     ("ranks", "kind", "dims"), [(2, "llama", PAIRS[0]), (2, "qwen3_moe", PAIRS[1]), (4, "llama", REPLICAS)]
 )
