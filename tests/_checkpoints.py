@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -138,6 +139,11 @@ def make_checkpoint(kind: str, folder: str | Path, *, dtype: torch.dtype = torch
 def plain_model(kind: str, folder: Path, **options: Any) -> PreTrainedModel:
     """What the kind's own class makes of the folder."""
     return type(make_model(kind)).from_pretrained(folder, **options)
+
+
+def lora(**options: Any) -> LoraConfig:
+    """A small adapter of a language model; each setting may be another."""
+    return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options})
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

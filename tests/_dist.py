@@ -13,7 +13,7 @@ from hf_fsdp_tools import testing
 from hf_fsdp_tools.testing import LIMIT_S, num_gpus, run_cases, run_ranks
 
 __all__ = [
-    "LIMIT_S", "fake_ranks", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases",
+    "LIMIT_S", "fake_ranks", "free_port", "hide_gpus", "imitate_gpus", "named", "num_gpus", "run_alone", "run_cases",
     "run_ranks",
 ]  # fmt: skip
 
@@ -67,6 +67,11 @@ def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
     monkeypatch.setattr(accelerator, "find_accelerator", lambda: torch.device("cuda") if count else None)
     monkeypatch.setattr(accelerator, "computes_bfloat16", lambda device: bf16)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+def named(*cases: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Cases for `run_cases`, under the names of their functions."""
+    return {case.__name__: case for case in cases}
 
 
 def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:

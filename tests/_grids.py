@@ -15,11 +15,6 @@ def in_turn(*axes: Sequence[Any]) -> list[Row]:
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)]
 
 
-def every_second(*axes: Sequence[Any]) -> list[Row]:
-    """`in_turn`, but for every second value of the longest axis."""
-    return in_turn(*axes)[::2]
-
-
 _AT_ONCE = 16
 """Combinations of one test of the nightly tier: on a busy core more would take longer than a test may."""
 

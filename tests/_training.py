@@ -99,6 +99,14 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(parameter).float().clone() for name, parameter in model.named_parameters()}
 
 
+def full_states(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the weights and of the optimizer's state, by name, gathered, on the CPU."""
+    tensors = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return {name: full(tensor).clone() for name, tensor in tensors.items()}
+
+
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that there are, gathered, on the CPU."""
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -197,7 +197,7 @@ class FSDPTrainerMixin(PushingMixin):
         stream_to_vllm(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
             add_to_note(base_of(self.model), gathered=None if is_gathered else False)
-        self._tp_size = self.get_tp_size()  # by which TRL divides the tokens that all ranks have counted
+        self._tp_size = 1  # by which TRL divides its tokens; `gather_for_metrics` has counted shared rows once
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             if not self.accelerator.is_fsdp2:
                 raise ConfigError(

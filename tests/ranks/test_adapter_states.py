@@ -38,7 +38,6 @@ def _pissa(folder: Path, accelerator: Any) -> Any:
 
 
 def _ways(root: Path) -> dict[str, Any]:
-    """How base and adapter are made, by name."""
     ways: dict[str, Any] = {
         "lora": _of_files(root / "large", LORA),
         "whole modules": _of_files(root / "llama", LoraConfig(r=2, **WHOLE, task_type="CAUSAL_LM")),
@@ -65,8 +64,6 @@ def root(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Loop:
-    """A plain loop over an adapter, with dropout."""
-
     def __init__(self, make: Any, kind: str = "SHARDED_STATE_DICT") -> None:
         self.accelerator = new_accelerator()
         plugin = self.accelerator.state.fsdp_plugin
@@ -79,7 +76,6 @@ class Loop:
         self.model, self.optimizer = self.accelerator.prepare(model, made)
 
     def train(self) -> list[float]:
-        """A step."""
         batches = batches_of(make_rows(dist.get_world_size()), 1)[dist.get_rank() :][:1]
         return train(self.model, self.optimizer, batches, accelerator=self.accelerator, clip=0.5)
 
@@ -127,7 +123,6 @@ def another_adapter_is_refused(make: Any, out: Path) -> None:
 
 
 def on_one_rank(make: Any, out: Path, saved: dict[str, torch.Tensor]) -> None:
-    """What two ranks saved, the optimizer too."""
     loop = Loop(make)
     with pytest.warns(UserWarning, match=r"saved by 2 process\(es\) and is read by 1"):
         loop.accelerator.load_state(out / "state")

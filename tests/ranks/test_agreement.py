@@ -132,7 +132,7 @@ CASES = (
 
 def agree():
     liveness._BEAT_S = 0.2
-    run_cases({case.__name__: case for case in CASES})
+    run_cases(CASES)
     a_group_that_is_started_again_begins_anew()
     a_rank_in_no_call_leaves_the_store()
 

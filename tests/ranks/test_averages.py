@@ -140,8 +140,6 @@ def whole(made: Any) -> dict[str, torch.Tensor]:
 
 
 class Noting(TrainerCallback):
-    """Notes the averages with which a run begins."""
-
     def __init__(self, made: Any) -> None:
         self.made, made.noted = made, None
 

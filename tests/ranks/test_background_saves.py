@@ -46,8 +46,6 @@ from tests.ranks.test_save import Doubled, with_conversion
 
 
 class Gate:
-    """Lets the thread that writes in the background write only when it is open."""
-
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.before: Callable[[], object] = lambda: None

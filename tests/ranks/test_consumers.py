@@ -21,7 +21,7 @@ from hf_fsdp_tools.streaming.live import LiveWeights
 from hf_fsdp_tools.streaming.vllm import update_vllm, weight_source
 from tests._checkpoints import assert_same_tensors, full_state, loaded, plain_model, refusal, stored_tensors
 from tests._consumers import Engine, SGLangServer, VLLMServer, stand_ins
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests.ranks.test_live_weights import MOE, QUIET, filled, replicas
 
 Tensors = dict[str, torch.Tensor]
@@ -36,7 +36,6 @@ def step(model: Any) -> None:
 
 
 def made(name: str, folders: dict[str, Path]) -> tuple[Any, LiveWeights]:
-    """Odd shards, replicas, experts that are cut out of stacks, tied tables, merged LoRA."""
     if name == "lora":
         model = adapted(folders["mixtral"])
         return model, live_weights(model, dtype=torch.bfloat16, merge_adapters=True)
@@ -189,7 +188,7 @@ def the_page(folders: dict[str, Path], tmp: Path) -> None:
 KINDS = ("llama",)
 OTHERS = ("tied", "qwen3_moe", "replicas", "lora")
 CASES = (what_goes_wrong_at_vllm, adapters_alone, to_sglang, tensors_of_several_widths, to_verl, the_page)
-NAMED = {case.__name__: case for case in CASES}
+NAMED = named(*CASES)
 
 
 def consume(kinds: tuple[str, ...], cases: dict[str, Any], real: bool, folders: dict[str, Path], tmp: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
@@ -16,15 +16,11 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter, make_accelerator
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.saving.manifest import MANIFEST
-from tests._checkpoints import Runs, full_state, make_checkpoint, refusal
+from tests._checkpoints import Runs, full_state, lora, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
 from tests.unit.test_damaged import Damage, config, described, truncated
 
 IDS = torch.arange(3, 19).reshape(1, 16)
-
-
-def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options)
 
 
 def copy(folder: Path, name: str, damage: Damage) -> Path:

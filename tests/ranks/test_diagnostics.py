@@ -40,7 +40,6 @@ def _codes(diagnosis, *severities):
 
 
 def _expect(diagnosis, code, severity, fact, cure):
-    """The one finding of this code; every rank has the same ones."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, diagnosis)
     assert all(other == diagnosis for other in everyone)

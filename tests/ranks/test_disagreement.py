@@ -25,7 +25,7 @@ from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import make_checkpoint, make_model, refusal, sharded_meta_model
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 
 
 def mine(first: Any, second: Any) -> Any:
@@ -120,5 +120,4 @@ def other_staging_bytes_dtypes_and_functions(folder: Path) -> None:
 
 def test_arguments_that_differ_are_named(copies: Path) -> None:
     cases: dict[str, Callable[..., None]] = {name: partial(give_other_arguments, name=name) for name in DIFFERING}
-    alone = (other_staging_bytes_dtypes_and_functions,)
-    run_ranks(run_cases, 2, cases | {case.__name__: case for case in alone}, copies / "good")
+    run_ranks(run_cases, 2, cases | named(other_staging_bytes_dtypes_and_functions), copies / "good")

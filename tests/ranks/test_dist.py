@@ -43,7 +43,6 @@ def test_every_case_runs_and_those_that_failed_are_named() -> None:
 
 
 def stays_away() -> None:
-    """Rank 0 fails once rank 1 is away, and soon gives it up."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.wait(["away"])

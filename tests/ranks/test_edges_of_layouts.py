@@ -11,8 +11,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, parallelize_model, shard_model
-from tests._checkpoints import full, tiny_config
-from tests._dist import run_cases, run_ranks
+from tests._checkpoints import full, randomize, tiny_config
+from tests._dist import named, run_cases, run_ranks
 
 CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
 SIZES = {"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -34,13 +34,7 @@ ANGLES = {
 
 @cache
 def plain(kind: str) -> Any:
-    """A model on one process, in which every parameter matters."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ANGLES.get(kind) or tiny_config(kind, 2))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
+    return randomize(AutoModelForCausalLM.from_config(ANGLES.get(kind) or tiny_config(kind, 2))).eval()
 
 
 def shared(kind: str, dims: ParallelDims) -> Any:
@@ -54,12 +48,15 @@ def words(length: int) -> torch.Tensor:
     return torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-def same_gradients(model: Any, one: Any, **batch: Any) -> None:
+def same_gradients(model: Any, one: Any, times: int = 1, **batch: Any) -> None:
+    """After so many passes."""
     losses = []
     for each in (model, one):
         each.zero_grad()
-        losses.append(each(**batch, use_cache=False).loss)
-        losses[-1].backward()
+        for _ in range(times):
+            losses.append(each(**batch, use_cache=False).loss)
+            losses[-1].backward()
+    losses = losses[::times]
     torch.testing.assert_close(losses[0].detach(), losses[1].detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.grad), one.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -127,7 +124,8 @@ def labels_that_are_no_words() -> None:
 def real_weights_that_see_a_part() -> None:
     """The activation function of Apertus, whose parameters no rule of its plan names."""
     model = shared("apertus", TP)
-    same_gradients(model, plain("apertus"), input_ids=words(9), labels=words(9))
+    for times in (1, 2):  # what has accumulated is not summed again
+        same_gradients(model, plain("apertus"), times, input_ids=words(9), labels=words(9))
 
 
 def test_what_usual_rows_do_not_show() -> None:
@@ -136,4 +134,4 @@ def test_what_usual_rows_do_not_show() -> None:
         logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, copies, routers_of_padded_rows,
         labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
-    run_ranks(run_cases, 2, cases | {case.__name__: case for case in others})
+    run_ranks(run_cases, 2, cases | named(*others))

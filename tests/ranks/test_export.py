@@ -48,7 +48,6 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def trained(model: Any) -> None:
-    """Other values than those of the checkpoint that the training began with."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)

@@ -41,7 +41,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding import float8, placement
 from hf_fsdp_tools.sharding.float8 import Float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import (
     ShardedTrainer,
@@ -110,7 +110,6 @@ def rows_of(rank: int, size: int) -> list[list[torch.Tensor]]:
 
 
 def in_one_process(size: int) -> tuple[list[float], Any]:
-    """What ranks compute together, as micro-batches of one process."""
     model = by_torchao()
     together = [[micro for rank in range(size) for micro in rows_of(rank, size)[step]] for step in range(3)]
     losses = steps(model, together, scale=1 / size)
@@ -326,7 +325,6 @@ def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
 
 
 def copies_are_of_fp8_too(folder: Path) -> None:
-    """As TRL makes references of a policy."""
     model = load(folder, "fp8")
     assert "computation  bfloat16, FP8 in 14 linear layers" in describe_sharding(model)
     twin = copy.deepcopy(model)
@@ -397,25 +395,21 @@ EVERY = (
     the_base_alone_is_called, adapters_on_a_frozen_base, copies_are_of_fp8_too, words_of_accelerate,
     rows_shared_by_ranks, ranks_that_differ, refusals,
 )  # fmt: skip
-CASES = {"ways": partial(ways_change_nothing, WAYS), **{case.__name__: case for case in EVERY}}
+CASES = {"ways": partial(ways_change_nothing, WAYS), **named(*EVERY)}
 RARE_CASES = {"ways": partial(ways_change_nothing, RARE)}
+WITH_FILES = named(parameters_and_files_are_plain, states_resume_to_the_bit, a_trainer_equals_a_loop)
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(RARE_CASES, marks=pytest.mark.nightly)], ids=["usual", "rare"])
 @pytest.mark.shows("FP8 (emulated)", "FSDP2", "LoRA", "offload", "compile", "cp")
 @pytest.mark.shows("FP8 (emulated)", "QLoRA", "tp", refused=True)
-def test_two_ranks(folder: Path, cases: dict[str, Any]) -> None:
-    run_ranks(run_cases, 2, cases, folder)
-
-
-def test_states_and_files(folder: Path, tmp_path: Path) -> None:
-    cases = (parameters_and_files_are_plain, states_resume_to_the_bit, a_trainer_equals_a_loop)
-    run_ranks(run_cases, 2, cases, folder, tmp_path)
+def test_two_ranks(folder: Path, tmp_path: Path, cases: dict[str, Any]) -> None:
+    files = {} if cases is RARE_CASES else {name: partial(case, folder, tmp_path) for name, case in WITH_FILES.items()}
+    run_ranks(run_cases, 2, {name: partial(case, folder) for name, case in cases.items()} | files)
 
 
 @pytest.mark.nightly
 def test_one_rank(folder: Path) -> None:
-    """One process of this package is torchao's too."""
     run_ranks(numerics_are_those_of_one_process, 1, folder)
 
 
@@ -461,7 +455,9 @@ def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torc
     return full_gradients(model), [p.to_local().shape for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("size", "layouts"), [(3, [(1, False), (1, True)]), (4, [(2, False)])])
+@pytest.mark.parametrize(
+    ("size", "layouts"), [(3, [(1, False), (1, True)]), pytest.param(4, [(2, False)], marks=pytest.mark.nightly)]
+)
 @pytest.mark.shows("FP8 (emulated)", "HSDP")
 def test_uneven_shards_and_copies(folder: Path, size: int, layouts: list[tuple[int, bool]]) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""

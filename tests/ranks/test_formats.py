@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,32 +25,31 @@ KINDS = ("deepseek_v3",)
 MORE_KINDS = ("tied", "mixtral")
 
 
-def load_pickled(legacy: dict[str, Path], folders: dict[str, Path]) -> list[float]:
+def saved_by_pickle(folders: dict[str, Path], root: Path) -> None:
+    """In files, of which one is transposed: its column slices are short runs, and gaps between them are read
+    through."""
     ratios = []
-    for name, folder in legacy.items():
+    for name in LEGACY:
+        folder = root / "legacy" / name
         kind = name.split()[0]
         model = sharded_meta_model(kind, folder)
         report = load_weights(model, folder, allow_pickle=True, dtype=torch.float32)
         assert_same_model(model, plain_model(kind, folders[kind]), name)
         assert not report.missing_keys and not report.unexpected_keys
         ratios.append(report.read_ratio)
+    assert max(ratios[:-1]) <= 1.01 and ratios[-1] < 2.2
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
-        from_pretrained(legacy["llama"])
-    model = from_pretrained(legacy["llama"], allow_pickle=True)
+        from_pretrained(folder)
+    model = from_pretrained(folder, allow_pickle=True)
     assert_same_model(model, plain_model("llama", folders["llama"]), "from_pretrained")
-    return ratios
 
 
-def test_bin_files_are_read_slice_by_slice(folders: dict[str, Path], tmp_path: Path) -> None:
-    legacy = {kind: pickled_copy(folders[kind], tmp_path / kind, files=3) for kind in ("llama", "mixtral")}
-    legacy["llama transposed"] = pickled_copy(folders["llama"], tmp_path / "transposed", files=1, transpose=True)
-    for ratios in run_ranks(load_pickled, 2, legacy, folders):
-        # Column slices of transposed matrices are short runs, and the gaps between them are read through.
-        assert len(ratios) == 3 and max(ratios[:-1]) <= 1.01 and ratios[-1] < 2.2
+LEGACY: dict[str, dict[str, Any]] = {
+    "llama": {"files": 3}, "mixtral": {"files": 3}, "llama transposed": {"files": 1, "transpose": True},
+}  # fmt: skip
 
 
 def save_all(kinds: tuple[str, ...], folders: dict[str, Path], root: Path) -> None:
-    """What people have on disk: saved by 3 ranks in every way that is in use."""
     for kind in kinds:
         model = loaded(kind, folders[kind])
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
@@ -130,18 +130,15 @@ def broken_folders(folders: dict[str, Path], root: Path) -> None:
         assert all(p.is_meta for p in model.parameters())
 
 
-WAYS = (
-    saved_by_dcp,
-    saved_in_columns,
-    into_the_base_model_and_another_head,
-    broken_folders,
-)
+WAYS = (saved_by_dcp, saved_in_columns, into_the_base_model_and_another_head, broken_folders, saved_by_pickle)
 
 
 @pytest.mark.parametrize(
     ("kinds", "ways"), [(KINDS, WAYS), pytest.param(MORE_KINDS, WAYS[:1], marks=pytest.mark.nightly)]
 )
-def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Path, kinds, ways) -> None:
+def test_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Path, kinds, ways) -> None:
+    for name, options in LEGACY.items():
+        pickled_copy(folders[name.split()[0]], tmp_path / "legacy" / name, **options)
     run_ranks(save_all, 3, kinds, folders, tmp_path)
     for results in run_ranks(run_cases, 2, ways, folders, tmp_path):
         ratios = [ratio for some in results.values() for ratio in some or ()]

@@ -21,8 +21,6 @@ SIZES = {
 
 
 def alone(seed: int, **sizes: object) -> torch.nn.Module:
-    """The model that one process without FSDP would get: unsharded values of the same drawing."""
-
     model = build_meta_model(LlamaConfig(**SIZES, **sizes))
     allocate(model, device=torch.device("cpu"))
     initialize_missing(model, missing_keys={name for name, _ in model.named_parameters()}, seed=seed)

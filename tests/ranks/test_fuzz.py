@@ -114,7 +114,6 @@ def optimizer_of(draw: Draw, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def make_files(draw: Draw, folder: Path) -> Path:
-    """The checkpoint of a draw, or its adapter."""
     config = telling(tiny_config(draw.model_type, 4))
     model = randomize(AutoModelForCausalLM.from_config(config))
     model.save_pretrained(folder / "base")
@@ -155,7 +154,6 @@ def plain_run(draw: Draw, folder: Path, base: Path) -> tuple[list[float], dict[s
 
 
 def on_ranks(draw: Draw, part: int, files: Path, folder: Path) -> dict[str, Any]:
-    """Losses of one half of the run, or the refusal."""
     try:
         return {"losses": HOSTS[draw.host](draw, part, files, folder)}
     except FSDPToolsError as error:

@@ -16,15 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, gathered_units
 from hf_fsdp_tools.sharding import gathering
+from tests._checkpoints import lora
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 
 PROMPTS = torch.arange(3, 23).reshape(4, 5)
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
-
-
-def lora() -> Any:
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
 def gathers_counted() -> Any:
@@ -58,8 +55,9 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
 
 
 MASTERS = {"dtype": "float32", "mp_policy": "bf16"}
-WAYS = [(torch.float32, {}, lora()), (torch.bfloat16, MASTERS, None)]
-OTHER_WAYS = [(torch.bfloat16, {"dtype": "bfloat16"}, None), (torch.bfloat16, MASTERS, lora())]
+LORA = lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+WAYS = [(torch.float32, {}, LORA), (torch.bfloat16, MASTERS, None)]
+OTHER_WAYS = [(torch.bfloat16, {"dtype": "bfloat16"}, None), (torch.bfloat16, MASTERS, LORA)]
 """Full and LoRA, in fp32, bf16 and bf16 over fp32 masters."""
 
 

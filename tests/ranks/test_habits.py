@@ -23,7 +23,6 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 
 
 def both(parent: Path) -> tuple[Any, Any]:
-    """A model in shards with gradients, and the same on one process."""
     plain = AutoModelForCausalLM.from_pretrained(parent).train()
     model = from_pretrained(parent, load_kwargs={"progress": False}).train()
     ids = torch.arange(3, 15)[None]
@@ -109,8 +108,6 @@ def embeddings_before_the_model(parent: Path) -> None:
 
 
 class Heads(nn.Module):
-    """A body, and a head for each task."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body, self.heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
@@ -134,8 +131,6 @@ def heads_that_ranks_choose(parent: Path) -> None:
 
 
 class Turns(nn.Module):
-    """One unit with a weight for each task."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(8, 4) for _ in range(2))
@@ -189,8 +184,6 @@ def buffers_that_forward_changes(parent: Path) -> None:
 
 
 class LosingTrainer(ShardedTrainer):
-    """One rank's loss of the second step is no number."""
-
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
         return loss * float("nan") if self.state.global_step == dist.get_rank() == 1 else loss
@@ -220,7 +213,6 @@ def evaluations_in_bf16_alone(parent: Path) -> None:
 
 
 def losses_that_are_no_numbers(parent: Path) -> None:
-    """Both ranks stop where the losses are logged, though transformers would hide it."""
     made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
     with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with tensor\(\[\d, "):
         made.train()

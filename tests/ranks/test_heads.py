@@ -31,7 +31,7 @@ from tests._checkpoints import (
     stored_tensors,
     tiny_config,
 )  # fmt: skip
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
 
@@ -117,7 +117,6 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
 
 
 def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
-    """transformers finds the head by its own rule, and all of its weights."""
     source = tmp / "mellum"
     if dist.get_rank() == 0:
         config = tiny_config("mellum")
@@ -158,7 +157,6 @@ def a_trainers_checkpoints(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def merged(folders: dict[str, Path], tmp: Path) -> None:
-    """An adapter holds no heads; what is merged, here or by export, does."""
     source = folders["deepseek_v3"]
     model = add_adapter(from_pretrained(source), LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False))
     save_pretrained(model, tmp / "adapter")
@@ -272,13 +270,14 @@ def kept(tmp: Path, name: str, **options: Any) -> Mapping[str, float]:
 
 
 SAVED = {kind: partial(saved_now_and_in_the_background, kind) for kind in HEADS}
-CASES = (drafts_of_transformers, a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised)
-NAMED = {"saved": SAVED.pop("deepseek_v3"), **{case.__name__: case for case in CASES}}
+CASES = (a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised)
+NAMED = {"saved": SAVED.pop("deepseek_v3")} | named(*CASES)
 
 
 @pytest.mark.nightly
 def test_heads_of_other_kinds_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(run_cases, 2, SAVED | {"blocking": partial(a_trainers_checkpoint, True, 1)}, folders, tmp_path)
+    others = {"blocking": partial(a_trainers_checkpoint, True, 1), "drafts": drafts_of_transformers}
+    run_ranks(run_cases, 2, SAVED | others, folders, tmp_path)
 
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:

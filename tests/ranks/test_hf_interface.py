@@ -19,7 +19,7 @@ from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, s
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from tests._checkpoints import assert_same_tensors, full_state, make_checkpoint, randomize, tiny_config
+from tests._checkpoints import assert_same_tensors, full_state, lora, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
 
@@ -34,12 +34,7 @@ def plain_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-
-
 def one_step(model: nn.Module) -> nn.Module:
-    """Train on the same rows on every rank."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model(**batch_of(0)).loss.backward()
     optimizer.step()
@@ -207,7 +202,6 @@ OF_A_MODEL = (
     the_last_line_of_an_example_saves,
     an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
-    a_tied_head_is_saved_once,
     a_tied_head_is_saved_once,
     tokens_are_added_by_the_models_own_method,
     a_plain_state_dict_is_loaded_into_the_shards,

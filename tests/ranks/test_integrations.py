@@ -170,7 +170,6 @@ def _shared_states():
 
 
 def test_buffers_and_frequencies_come_through_and_nothing_is_broadcast(tmp_path):
-    """Complaints 4, 10, 13 and 34."""
     folders = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("deepseek_v3", "llama")}
     bf16 = make_checkpoint("llama", tmp_path / "bf16", dtype=torch.bfloat16)
     cases = {

@@ -24,7 +24,7 @@ from trl.trainer import grpo_trainer
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from tests._checkpoints import stored_tensors, word_tokenizer
+from tests._checkpoints import lora, stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
 
@@ -37,8 +37,8 @@ TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-OTHERS = ("rloo", "distillation")
-RARE = ("online dpo", "gkd")
+OTHERS = ("rloo",)
+RARE = ("online dpo", "gkd", "distillation")
 """Those beside GRPO, which is compared with one process below."""
 
 
@@ -111,8 +111,7 @@ def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path, 
 STEPS = 2
 
 
-def adapter() -> Any:
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+ADAPTER = lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 class FixedSampler:
@@ -140,13 +139,13 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
     if kind == "adapted":  # TRL copies the adapter, as the reference
         if mixed:
             torch.manual_seed(0)
-            model = from_pretrained(source, accelerator=make_accelerator(cpu=True), peft_config=adapter())
+            model = from_pretrained(source, accelerator=make_accelerator(cpu=True), peft_config=ADAPTER)
         else:
             torch.manual_seed(0)
-            model = peft.get_peft_model(model_of(source, mixed=False), adapter())
+            model = peft.get_peft_model(model_of(source, mixed=False), ADAPTER)
     else:
         model = model_of(source, mixed=mixed)
-    extra = {"peft_config": adapter()} if kind == "lora" else {}
+    extra = {"peft_config": ADAPTER} if kind == "lora" else {}
     settings = {"max_steps": STEPS, "per_device_train_batch_size": 2 if mixed else 4}
     exact = {"generation_kwargs": {"min_new_tokens": 6}, "num_generations": 4}
     is_refused = mixed and kind == "full"  # a reference model that each rank loads whole
@@ -162,7 +161,7 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
 
 
 @pytest.mark.parametrize(
-    "kinds", [("full", "adapted"), pytest.param(("lora",), marks=pytest.mark.nightly)], ids=["usual", "rare"]
+    "kinds", [("full",), pytest.param(("lora", "adapted"), marks=pytest.mark.nightly)], ids=["usual", "rare"]
 )
 @pytest.mark.shows("GRPO", "FSDP2", "LoRA")
 def test_grpo_equals_trl_on_one_process(folders, tmp_path, kinds):
@@ -330,8 +329,8 @@ OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]
 @pytest.mark.parametrize(
     "ways",
     [
-        [("mixtral", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
-        pytest.param([("llama", "colocate", None), ("llama", "server", adapter())], marks=pytest.mark.nightly),
+        [("llama", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
+        pytest.param([("mixtral", "server", None), ("llama", "server", ADAPTER)], marks=pytest.mark.nightly),
     ],
     ids=["usual", "rare"],
 )

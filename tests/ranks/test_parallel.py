@@ -4,6 +4,8 @@ import copy
 import os
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,10 +33,10 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
-from tests._checkpoints import refusal, tiny_config
+from tests._checkpoints import randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
-from tests._training import ShardedTrainer, arguments, make_rows
+from tests._training import make_rows, train
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -67,13 +69,7 @@ def folder_of(kind: str, parent: Path) -> Path:
     """A checkpoint of four experts and four heads, two of keys; each rank calls, one writes."""
     folder = parent / kind
     if not (folder / "config.json").exists() and dist.get_rank() == 0:
-        config = tiny_config(kind, 2)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(folder)
+        randomize(AutoModelForCausalLM.from_config(tiny_config(kind, 2))).save_pretrained(folder)
     dist.barrier()
     return folder
 
@@ -226,20 +222,6 @@ def refused_before_anything_is_loaded(parent):
         parallelize_model(build_meta_model(llama), PAIRS[0].build_mesh())
 
 
-def weights_that_see_a_part(parent):
-    """What a plan leaves whole though each rank sees its own part: the activation function of Apertus."""
-    folder = folder_of("apertus", parent)
-    model = from_pretrained(folder, mesh=PAIRS[0], load_kwargs={"progress": False}).train()
-    plain = AutoModelForCausalLM.from_pretrained(folder).train()
-    everyone, mine = rows(PAIRS[0], 0)
-    for _ in range(2):  # what has accumulated is not summed again
-        model(input_ids=mine, labels=mine).loss.backward()
-        plain(input_ids=everyone, labels=everyone).loss.backward()
-    for name, parameter in model.named_parameters():
-        if "act_fn" in name:
-            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
-
-
 def logits_stay_in_parts(parent):
     """In training with labels each rank has the logits of its words; in evaluation, and without labels, all."""
     folder = folder_of("llama", parent)
@@ -316,38 +298,12 @@ def prepared(parent: Path, sizes: dict[str, int], ep_size: int, optimizer: Any =
 
 
 def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[float]:
-    """Two epochs of two steps of a loop with Accelerate; the losses that the four rows of a step have together."""
+    """Two epochs of a step of a loop with Accelerate; the losses that the four rows of a step have together."""
     accelerator, model, optimizer = prepared(parent, sizes, ep_size, SGD)
     size = 4 * sizes.get("tp_size", 1) // dist.get_world_size()
-    loader = accelerator.prepare(torch.utils.data.DataLoader(make_rows(8), batch_size=size))
-    found = []
-    for _ in range(2):
-        for batch in loader:
-            loss = model(**batch, use_cache=False).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(accelerator.gather(loss.detach()).mean()))
-    return found
-
-
-def in_a_trainer(parent, sizes, ep_size=1):
-    args = arguments(
-        parent / f"run{ep_size}{len(sizes)}",
-        per_device_train_batch_size=4 * sizes.get("tp_size", 1) // dist.get_world_size(),
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-        fsdp=True,
-        fsdp_config={"ep_size": ep_size},
-    )
-    folder = folder_of("qwen3_moe", parent)
-    model = from_pretrained(folder, accelerator=make_accelerator(args), load_kwargs={"progress": False})
-    trainer = ShardedTrainer(model, args, train_dataset=make_rows(16), eval_dataset=make_rows(16))
-    trainer.train()
-    history = [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
-    return [*history, trainer.evaluate()["eval_loss"]]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(make_rows(4), batch_size=size))
+    model.config.use_cache = False
+    return [loss for _ in range(2) for loss in train(model, optimizer, loader, accelerator=accelerator, clip=1.0)]
 
 
 @pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")
@@ -370,13 +326,8 @@ def test_four_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 4, trainings(combinations, tmp_path))
 
 
-COMPILED = {"compile": {"backend": "aot_eager"}}
-
-
 @pytest.mark.shows("clipping", "LoRA", "tp", "ep")
 @pytest.mark.shows("generate", "tp", "ep")
-@pytest.mark.shows("clipping", "compile", "tp", "ep")
-@pytest.mark.shows("compile", "tp", "ep")
 @pytest.mark.shows("LoRA", "tp", "ep")
 def test_what_else_is_done_by_two_ranks(tmp_path):
     cases = {
@@ -385,19 +336,20 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
         "adapters of experts": partial(adapters_are_divided, ("qwen3_moe",), PAIRS[1:], tmp_path),
         "refused adapters": partial(adapters_that_cannot_be_divided, tmp_path),
         "refused": partial(refused_before_anything_is_loaded, tmp_path),
-        "parts": partial(weights_that_see_a_part, tmp_path),
         "logits": partial(logits_stay_in_parts, tmp_path),
-        "compiled experts": partial(layout_trains, "qwen3_moe", PAIRS[1], tmp_path, num_steps=1, **COMPILED),
     }
     run_ranks(run_cases, 2, cases)
 
 
 @pytest.mark.nightly
 @pytest.mark.shows("HSDP", "compile")
-@pytest.mark.shows("gradient accumulation", "compile")
-@pytest.mark.parametrize(("ranks", "dims"), [(2, PAIRS[0]), (4, REPLICAS)])
-def test_compiled_replicas(tmp_path, ranks, dims):
-    run_ranks(partial(layout_trains, **COMPILED), ranks, "llama", dims, tmp_path)
+@pytest.mark.shows("clipping", "gradient accumulation", "compile")
+@pytest.mark.shows("compile", "tp", "ep")
+@pytest.mark.parametrize(
+    ("ranks", "kind", "dims"), [(2, "llama", PAIRS[0]), (2, "qwen3_moe", PAIRS[1]), (4, "llama", REPLICAS)]
+)
+def test_compiled_layouts(tmp_path, ranks, kind, dims):
+    run_ranks(partial(layout_trains, compile={"backend": "aot_eager"}), ranks, kind, dims, tmp_path)
 
 
 @pytest.mark.nightly
@@ -418,18 +370,16 @@ LAYOUTS: dict[str, Any] = {"fsdp": ({}, 1), "tp": ({"tp_size": 2}, 1), "ep": ({}
 """Sizes of Accelerate's `ParallelismConfig`, and `ep_size`."""
 
 
-def a_size_that_does_not_divide(parent: Path) -> None:
-    assert "ep_size 3 does not divide the 2 processes" in refusal(partial(in_a_loop, parent, {}, 3))
-
-
-@pytest.mark.parametrize("host", [in_a_loop, pytest.param(in_a_trainer, marks=pytest.mark.nightly)])
-def test_hosts_have_the_losses_and_norms_of_one_axis(tmp_path, host):
-    cases = {name: partial(host, tmp_path, *sizes) for name, sizes in LAYOUTS.items()}
+def test_loops_have_the_losses_of_one_axis(tmp_path):
+    cases = {name: partial(in_a_loop, tmp_path, *sizes) for name, sizes in LAYOUTS.items()}
     cases["refused"] = partial(a_size_that_does_not_divide, tmp_path)
     found = run_ranks(run_cases, 2, cases)[0]
-    found["both"] = run_ranks(host, 4, tmp_path, {"tp_size": 2, "dp_shard_size": 2}, 2)[0]
-    for name in ("tp", "ep", "both"):
+    for name in ("tp", "ep"):
         assert found[name] == pytest.approx(found["fsdp"], rel=1e-4), name
+
+
+def a_size_that_does_not_divide(parent: Path) -> None:
+    assert "ep_size 3 does not divide the 2 processes" in refusal(partial(in_a_loop, parent, {}, 3))
 
 
 def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
@@ -474,36 +424,35 @@ def goes_on(parent, sizes, ep_size, name, former, is_last, peft_config=None):
         torch.save(whole, parent / f"{name}.pt")
 
 
-CHAIN = [
-    (2, {}, 1, "fsdp"),
-    (2, {"tp_size": 2}, 1, "tp"),
-    (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies of experts"),
-    (1, {}, 1, "one"),
-]
+FAST = [(2, {"tp_size": 2}, 1, "tp"), (2, {}, 2, "ep")]
+FAST_ADAPTED = [(2, {}, 2, "ep"), (2, {}, 1, "fsdp")]
 LONG = [
     (2, {}, 2, "ep"),
     (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"),
     (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
     (2, {"cp_size": 2}, 1, "cp"),
-    *CHAIN,
+    (2, {}, 1, "fsdp"),
+    (2, {"tp_size": 2}, 1, "tp"),
+    (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies of experts"),
+    (1, {}, 1, "one"),
     (2, {"tp_size": 2}, 1, "again"),
 ]
-OF_ADAPTERS = [(2, {}, 2, "ep"), (1, {}, 1, "one"), (4, {}, 2, "both")]
+ADAPTED = [(2, {}, 2, "ep"), (1, {}, 1, "one"), (4, {}, 2, "both")]
 
 
 @pytest.mark.shows("resumed states", "HSDP", "tp", "ep", "LoRA")
 @pytest.mark.parametrize(
-    ("chain", "is_adapted"),
-    [
-        (CHAIN[1:3], False),
-        (OF_ADAPTERS[:2], True),
-        pytest.param(LONG, False, marks=pytest.mark.nightly),
-        pytest.param(OF_ADAPTERS, True, marks=pytest.mark.nightly),
-    ],
+    ("chain", "adapted"), [(FAST, FAST_ADAPTED), pytest.param(LONG, ADAPTED, marks=pytest.mark.nightly)]
 )
-def test_a_state_goes_on_in_any_other_layout(tmp_path, chain, is_adapted):
-    config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS["qwen3_moe"]) if is_adapted else None
-    former = ""
-    for size, sizes, ep_size, name in chain:
-        run_ranks(goes_on, size, tmp_path, sizes, ep_size, name, former, name == chain[-1][-1], config)
-        former = name
+def test_a_state_goes_on_in_any_other_layout(tmp_path, chain, adapted):
+    config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS["qwen3_moe"])
+    for links, peft_config in ((chain, None), (adapted, config)):
+        former = ""
+        for size, group in groupby(links, itemgetter(0)):
+            cases = {}
+            for _, sizes, ep_size, name in group:
+                is_last = name == links[-1][-1]
+                parent = tmp_path / str(peft_config is None)
+                cases[name] = partial(goes_on, parent, sizes, ep_size, name, former, is_last, peft_config)
+                former = name
+            run_ranks(run_cases, size, cases)

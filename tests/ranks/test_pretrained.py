@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,15 +23,15 @@ from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_model, full, make_checkpoint
-from tests._dist import run_ranks
+from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub, use_hub
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 
 
-def _equals_plain(folders, dtype):
+def every_parameter_and_buffer_equals_plain_from_pretrained(folders, dtype, root):
     tied = 0
-    for folder in folders:
+    for folder in (folders[kind] for kind in KINDS):
         model, report = from_pretrained(folder, dtype=dtype, output_loading_info=True)
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         assert not model.training and model.generation_config.to_dict() == plain.generation_config.to_dict()
@@ -40,33 +39,25 @@ def _equals_plain(folders, dtype):
         tied += model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert not report.missing_keys and not report.unexpected_keys
         assert report.read_ratio <= 1.01
-    return tied
+    assert tied == 2, "tied and gpt2 share one tensor, the others do not"
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, torch.bfloat16)])
-def test_every_parameter_and_buffer_equals_plain_from_pretrained(folders, ranks, dtype):
-    for tied in run_ranks(_equals_plain, ranks, [folders[kind] for kind in KINDS], dtype):
-        assert tied == 2, "tied and gpt2 share one tensor, the others do not"
-
-
-def _all_new(folder):
+def all_new(folders, dtype, root):
     """Every parameter missing, in a model whose own code initialises deeper modules from its root."""
-    model = from_pretrained(folder, load_kwargs={"ignore_mismatched_sizes": True}, n_embd=32)
+    model = from_pretrained(folders["gpt2"], load_kwargs={"ignore_mismatched_sizes": True}, n_embd=32)
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
-def test_initialisation_from_the_root_is_the_same_sharded_or_not(tmp_path):
-    folder = make_checkpoint("gpt2", tmp_path)
-    (alone,), sharded = run_ranks(_all_new, 1, folder), run_ranks(_all_new, 2, folder)
+def initialisation_from_the_root_is_the_same_sharded_or_not(folder, alone, sharded):
     config = AutoConfig.from_pretrained(folder, n_embd=32)
     projections = torch.cat([value.flatten() for name, value in alone.items() if name.endswith("c_proj.weight")])
     expected = config.initializer_range / (2 * config.n_layer) ** 0.5
     assert 0.9 < projections.std() / expected < 1.1, "GPT-2 scales these down from its root"
-    for values in sharded:
-        assert all(torch.equal(values[name], value) for name, value in alone.items())
+    assert all(torch.equal(sharded[name], value) for name, value in alone.items())
 
 
-def _settings(folder):
+def settings_reach_the_step_they_are_for(folders, dtype, root):
+    folder = root / "llama in bf16"
     GenerationConfig(max_new_tokens=7, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
     dist.barrier()
     mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
@@ -83,15 +74,9 @@ def _settings(folder):
     assert not any("model.norm" in unit.modules for unit in sharding.plan.units)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "computing lower than that needs master weights"
     assert model.config._attn_implementation == "eager" and model.generation_config.max_new_tokens == 7
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([[3, 4, 5]])).logits.float()
-
-
-def test_settings_reach_the_step_they_are_for(tmp_path):
-    folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
-    plain = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.tensor([[3, 4, 5]])).logits.float()
-    for logits in run_ranks(_settings, 4, folder):
-        torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    logits, expected = (each(input_ids=torch.tensor([[3, 4, 5]])).logits.float() for each in (model, plain))
+    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
 
 
 def _counted(folder: Path, **options: Any) -> Counter[str]:
@@ -120,7 +105,8 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
     return counts
 
 
-def _counted_twice(folder: Path) -> None:
+def a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders, dtype, root):
+    folder = folders["llama"]
     counts = _counted(folder)
     assert counts.pop("exchange") <= 5
     assert counts == {"__init__": 1, "find_blocks": 1, "broken_rules": 1, "persistent_tensors": 2, "_headers": 1}
@@ -128,8 +114,17 @@ def _counted_twice(folder: Path) -> None:
     assert _counted(folder, accelerator=accelerator)["exchange"] <= 6
 
 
-def test_a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders: dict[str, Path]) -> None:
-    run_ranks(_counted_twice, 2, folders["llama"])
+CASES = (
+    every_parameter_and_buffer_equals_plain_from_pretrained, all_new, settings_reach_the_step_they_are_for,
+    a_load_meets_the_other_ranks_and_walks_the_model_a_few_times,
+)  # fmt: skip
+
+
+def test_the_whole_road_equals_the_plain_one(folders, tmp_path):
+    make_checkpoint("llama", tmp_path / "llama in bf16", dtype=torch.bfloat16)
+    (alone,) = run_ranks(run_cases, 1, CASES[:2], folders, None, tmp_path)
+    for found in run_ranks(run_cases, 2, CASES, folders, torch.bfloat16, tmp_path):
+        initialisation_from_the_root_is_the_same_sharded_or_not(folders["gpt2"], alone["all new"], found["all new"])
 
 
 def _written_out(folder, url):

@@ -1,25 +1,4 @@
-"""Public reports of others' tools, tried on this package, once a day; each case ends right or in one clear line.
-
-What a fast test shows already is not repeated here:
-
-| Report | Test |
-|---|---|
-| peft#2412, base of an adapter; peft#2838, DoRA of a table | `test_adapter.py`: an adapter opens the class of base … |
-| torchtitan#2747, heads that ranks choose | `test_habits.py`: `heads_that_ranks_choose` |
-| torchtitan#3106, weights drawn anew | `test_habits.py`: `draws_are_those_of_one_process` |
-| transformers#35022, gradients of old rows | `test_habits.py`: `writes_to_a_copy_are_refused` |
-| fairseq2#1081, buffers that forward changes | `test_habits.py`: `buffers_that_forward_changes` |
-| pytorch#106637, two losses, two backward passes | `test_habits.py`: `two_losses_in_two_backward_passes` |
-| transformers#39136, evaluation in bf16 | `test_habits.py`: `evaluations_in_bf16_alone` |
-| pytorch#196996, accumulation with late parameters | `test_habits.py`: `weights_that_micro_batches_choose` |
-| transformers#39186, embeddings before the model | `test_habits.py`: `embeddings_before_the_model` |
-| pytorch#172543, gradients by autograd | `test_habits.py`: `gradients_by_autograd_are_refused` |
-| a tied head that is written twice | `test_hf_interface.py`: `a_tied_head_is_saved_once` |
-| transformers#42887, rotated weights | `unit/test_dequantize.py`: rotated weights are refused … |
-| datasets#7153, endings, folders, encodings | `unit/test_scripting.py`: files of all endings … |
-| configs of axolotl, LLaMA-Factory, DeepSpeed, placeholders | `unit/test_config_file.py`: what is refused |
-| transformers#14218, a classifier of other classes | `recipes/test_preferences_and_classes.py`: the loss is a mean … |
-"""
+"""Public reports of others' tools, tried on this package, once a day; each case ends right or in one clear line."""
 
 import json
 from pathlib import Path

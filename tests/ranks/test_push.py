@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
-from tests._checkpoints import full_state, make_checkpoint, refusal
+from tests._checkpoints import full_state, lora, make_checkpoint, refusal
 from tests._dist import run_ranks
 from tests._hub import FakeHub, fake_hub, impatient
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -40,10 +40,6 @@ def assert_opens(name: str, model: torch.nn.Module, **how: Any) -> None:
     assert not any(info.values()), info
     found = plain.state_dict()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
-def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
 def a_save_is_uploaded(main: Path, out: Path) -> None:
@@ -77,7 +73,7 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
 
 def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
     os.environ["HF_TOKEN"] = "secret"
-    adapted: Any = from_pretrained(main, peft_config=lora())
+    adapted: Any = from_pretrained(main, peft_config=lora(init_lora_weights=False))
     adapted.save_pretrained(out / "adapter", push_to_hub=True)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(main), "me/adapter", **TOKEN)
     tokens = torch.arange(24).reshape(2, 12)
@@ -137,7 +133,7 @@ def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) 
     assert (page is None) == (dist.get_rank() > 0)
     assert_opens("org/trained", trainer.model)
     trainer.save_model()
-    adapted = from_pretrained(main, peft_config=lora())
+    adapted = from_pretrained(main, peft_config=lora(init_lora_weights=False))
     trainer = trainer_of(adapted, out / "adapted", "org/adapted", hub_strategy="every_save", max_steps=2)
     trainer.train()
     trainer.push_to_hub()

@@ -17,7 +17,7 @@ from hf_fsdp_tools import HybridPolicy, ParallelDims, from_pretrained
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.replicated import WholeGradient
 from tests._checkpoints import full
-from tests._dist import num_gpus, run_cases, run_ranks
+from tests._dist import named, num_gpus, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import apart, batches_of, full_gradients, full_parameters, make_rows
 
@@ -90,7 +90,6 @@ def every_optimizer(names: list[str], folder: Path) -> dict[str, dict[str, torch
 
 
 def clipped(clip: Callable[..., Any], model: Any, rank: int | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """What a function of torch's over gradients returns, and the gradients after it."""
     backward(model, rank)
     norm = clip(model.parameters())
     return 0.0 if norm is None else full(norm).item(), full_gradients(model)
@@ -223,7 +222,7 @@ def test_whole_parameters_train_beside_shards_in_a_loop_that_uses_nothing_but_to
     weights = {kind: own_loop(plain_model(folder), f"{kind}, loop", None) for kind in kinds}
     plain_clips = {name: clipped(CLIPS[name], plain_model(folder), None) for name in clips}
     assert plain_clips["norm, foreach=None"][0] > CLIP, "there is something to clip"
-    cases = {case.__name__: case for case in CASES}
+    cases = named(*CASES)
     cases |= {"every optimizer": partial(every_optimizer, steps), "every clip": partial(every_clip, clips)}
     for found in run_ranks(run_cases, 2, cases, folder, device=device):
         for name, stepped in found["every optimizer"].items():

@@ -20,9 +20,9 @@ from transformers.distributed import DistributedConfig
 from hf_fsdp_tools import CheckpointError, ConfigError, HybridFSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
-from tests._checkpoints import full
+from tests._checkpoints import no_space
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, make_rows, new_accelerator
+from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows, new_accelerator
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -35,20 +35,10 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
     return {kind: folders[kind] for kind in ("llama", "tied", "qwen2_moe")}
 
 
-def _whole(model, optimizer) -> dict[str, torch.Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {name: parameter for parameter, name in names.items()}
-    for parameter, state in optimizer.state.items():
-        tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return {name: full(tensor).clone() for name, tensor in tensors.items()}
-
-
 # ---- a plain loop ----
 
 
 class Loop:
-    """A user's script: model, optimizer, scheduler and shuffled rows, with dropout."""
-
     def __init__(self, accelerator, source, *, sharded_before, optimizer=torch.optim.AdamW):
         accelerator.free_memory()
         set_seed(3)
@@ -94,18 +84,18 @@ def _in_this_world(kind, sharded_before, optimizer, sources, folder):
     loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     loop.train()
     accelerator.save_state(folder / kind)
-    saved = _whole(loop.model, loop.optimizer)
+    saved = full_states(loop.model, loop.optimizer)
     expected = loop.train()
     other = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     accelerator.backward(other.model(**next(other.batches)).loss)  # gradients are pending
     accelerator.load_state(folder / kind)
     other.skip(2)
     other.optimizer.zero_grad()
-    assert saved.keys() == _whole(other.model, other.optimizer).keys()
+    assert saved.keys() == full_states(other.model, other.optimizer).keys()
     assert other.train() == expected
     assert other.scheduler.get_last_lr() == loop.scheduler.get_last_lr()
-    resumed = _whole(other.model, other.optimizer)
-    for name, tensor in _whole(loop.model, loop.optimizer).items():
+    resumed = full_states(other.model, other.optimizer)
+    for name, tensor in full_states(loop.model, loop.optimizer).items():
         assert torch.equal(tensor, resumed[name]), name
     return saved
 
@@ -117,13 +107,13 @@ def _elsewhere(kind, sharded_before, optimizer, saved, sources, folder):
     said = pytest.warns(UserWarning, match=rf"saved by 2 process.es. and is read by {dist.get_world_size()}\.")
     with said if dist.get_rank() == 0 else nullcontext():
         accelerator.load_state(folder / kind)
-    for name, tensor in _whole(loop.model, loop.optimizer).items():
+    for name, tensor in full_states(loop.model, loop.optimizer).items():
         assert torch.equal(tensor, saved[name]), name
     assert accelerator.step == 0, "every rank accumulates in step with rank 0"
     loop.train()
 
 
-def _epochs(source, folder):
+def rows_of_later_epochs_come_in_their_order(source, folder):
     """Rows of a script that shuffles, never calls `set_epoch`, and skips as Accelerate's examples do; seeds differ.
 
     Interrupted in the middle of an epoch, after its last batch, and after the epoch.
@@ -165,17 +155,10 @@ def _epochs(source, folder):
 
 
 @pytest.mark.shows("resumed states", "FSDP2")
-@pytest.mark.parametrize("routes", [ROUTES[1:], pytest.param(ROUTES[:1], marks=pytest.mark.nightly)])
-def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path, routes):
-    routes = {route[0]: route for route in routes}
-    cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
-    saved, _ = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
-    cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
-    run_ranks(run_cases, 3, cases, checkpoints, tmp_path)
-
-
-def test_the_rows_of_later_epochs_come_in_the_order_that_they_would_have_had(checkpoints, tmp_path):
-    run_ranks(_epochs, 2, checkpoints["llama"], tmp_path)
+@pytest.mark.parametrize("route", [ROUTES[1], pytest.param(ROUTES[0], marks=pytest.mark.nightly)])
+def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path, route):
+    saved, _ = run_ranks(_in_this_world, 2, *route, checkpoints, tmp_path)
+    run_ranks(_elsewhere, 3, *route, saved, checkpoints, tmp_path)
 
 
 # ---- the Trainer ----
@@ -246,18 +229,14 @@ def _without_interruption(source, out):
     return trainer
 
 
-def _no_space(*args, **kwargs):
-    raise OSError(28, "No space left on device")
-
-
 FAULTS = (
     (1, "hf_fsdp_tools.saving.save.write_transfers"),  # weights
-    (1, "numpy.random.get_state"),  # random states
     (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
-    (0, "hf_fsdp_tools.saving.manifest.write_durably"),  # the list of files, last of all
 )
 """A rank, and what fails on it alone in the middle of saving."""
 MORE_FAULTS = (
+    (1, "numpy.random.get_state"),  # random states
+    (0, "hf_fsdp_tools.saving.manifest.write_durably"),  # the list of files, last of all
     (1, "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"),  # optimizer
     (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
     (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
@@ -271,7 +250,7 @@ def _faults(faults, source, out):
     good = {path.name: path.stat().st_size for path in (out / "checkpoint-1").rglob("*") if path.is_file()}
     trainer.args.max_steps = 2
     for rank, target in faults:
-        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
+        broken = patch(target, no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(Exception, match="No space left on device"):
             trainer.train(resume_from_checkpoint=str(out / "checkpoint-1"))
         assert good == {p.name: p.stat().st_size for p in (out / "checkpoint-1").rglob("*") if p.is_file()}, target
@@ -291,13 +270,13 @@ def _numbered_states(source, out):
     loop = Loop(accelerator, source, sharded_before=True)
     loop.train(1)
     folder = accelerator.save_state()
-    saved = _whole(loop.model, loop.optimizer)
+    saved = full_states(loop.model, loop.optimizer)
     loop.train(1)
-    broken = patch("random.getstate", _no_space) if dist.get_rank() == 1 else nullcontext()
+    broken = patch("random.getstate", no_space) if dist.get_rank() == 1 else nullcontext()
     with broken, pytest.raises(Exception, match="No space left on device"):
         accelerator.save_state()
     accelerator.load_state()
-    loaded = _whole(loop.model, loop.optimizer)
+    loaded = full_states(loop.model, loop.optimizer)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
     later = accelerator.save_state()
     dist.barrier()
@@ -308,20 +287,6 @@ def _numbered_states(source, out):
     dist.barrier()
     with pytest.raises(CheckpointError, match=rf"Rename '.*/\.{later.name}\.former'"):
         accelerator.load_state(later)
-
-
-INTERRUPTED = {"life": (_life, "tied"), "numbered": (_numbered_states, "llama")}
-INTERRUPTED["faults"] = (partial(_faults, FAULTS), "llama")
-MORE = {"faults": (partial(_faults, MORE_FAULTS), "llama")}
-
-
-@pytest.mark.parametrize("interrupted", [INTERRUPTED, pytest.param(MORE, marks=pytest.mark.nightly)])
-def test_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(checkpoints, tmp_path, interrupted):
-    cases = {}
-    for name, (case, kind) in interrupted.items():
-        (tmp_path / name).mkdir()
-        cases[name] = partial(case, checkpoints[kind], tmp_path / name)
-    run_ranks(run_cases, 2, cases)
 
 
 class GrowsWorse(TrainerCallback):
@@ -381,10 +346,25 @@ def _foreign(state_dict_type, source, out):
     assert logged(second)[-1:] == logged(first)[-1:]
 
 
-def test_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
-    cases = {f"best: {name}": partial(_best, name) for name in BEST}
-    cases |= {name: partial(_foreign, name) for name in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")}
-    run_ranks(run_cases, 2, cases, checkpoints["llama"], tmp_path)
+RUNS = {
+    "life": (_life, "tied"),
+    "rows": (rows_of_later_epochs_come_in_their_order, "llama"),
+    "numbered": (_numbered_states, "llama"),
+    "faults": (partial(_faults, FAULTS), "llama"),
+    **{f"best: {name}": (partial(_best, name), "llama") for name in BEST},
+    "SHARDED_STATE_DICT": (partial(_foreign, "SHARDED_STATE_DICT"), "llama"),
+}
+MORE = {"faults": (partial(_faults, MORE_FAULTS), "llama")}
+MORE["FULL_STATE_DICT"] = (partial(_foreign, "FULL_STATE_DICT"), "llama")
+
+
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE, marks=pytest.mark.nightly)])
+def test_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(checkpoints, tmp_path, runs):
+    cases = {}
+    for name, (case, kind) in runs.items():
+        (tmp_path / name).mkdir()
+        cases[name] = partial(case, checkpoints[kind], tmp_path / name)
+    run_ranks(run_cases, 2, cases)
 
 
 # ---- other models ----

@@ -58,7 +58,7 @@ def resave_kinds(kinds: dict[str, dict[str, Path]], folder: Path) -> None:
 
 FORMS = {"Wav2Vec2ForCTC": "older", "MixtralForCausalLM": "model", "LlavaForConditionalGeneration": "model"}
 FEW = {name: FORMS[name] for name in ("Wav2Vec2ForCTC", "MixtralForCausalLM")}
-FEW |= {"GptOssForCausalLM": "mixed", "JambaForCausalLM": "bf16", "CvtForImageClassification": "stored"}
+FEW["JambaForCausalLM"] = "bf16"
 """Kinds of which one form is tried in each commit."""
 
 

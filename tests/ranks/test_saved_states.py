@@ -28,7 +28,7 @@ from hf_fsdp_tools.integrations.resume import AVERAGES
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
 from tests.ranks.test_interrupted_saves import hearing
@@ -138,7 +138,6 @@ class FailsAlone(ShardedTrainer):
 
 
 def fails_alone_while_the_optimizer_is_saved(rank: int, source: Path, out: Path) -> None:
-    """Before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
     trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
     own = dist.get_rank() == rank
     with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
@@ -213,7 +212,6 @@ def no_space_in_the_background(targets: list[str], source: Path, out: Path) -> N
 
 
 def removed_while_it_is_saved(source: Path, out: Path) -> None:
-    """By a cleaning job, for instance."""
     _trainer(source, out, max_steps=1, save_total_limit=1).train()
     before = _content(out / "checkpoint-1")
     from hf_fsdp_tools.integrations import trainer as module
@@ -250,9 +248,9 @@ def a_folder_of_each_rank(source: Path, out: Path) -> None:
     trainer.train()
 
 
-def _run(source: Any, root: Path, *cases: Any, **named: Any) -> None:
-    named |= {case.__name__: case for case in cases}
-    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in named.items()})
+def _run(source: Any, root: Path, *cases: Any, **others: Any) -> None:
+    every = named(*cases) | others
+    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in every.items()})
 
 
 @pytest.mark.parametrize(("limit", "blocking"), [(1, True), pytest.param(2, False, marks=pytest.mark.nightly)])
@@ -307,7 +305,6 @@ def flipped(name: str) -> Callable[[Path], None]:
 
 
 def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
-    """The file of rank 1 in the optimizer's state."""
     return lambda folder: how(f"optimizer_0/{sorted(p.name for p in folder.glob('optimizer_0/__1_*'))[0]}")(folder)
 
 

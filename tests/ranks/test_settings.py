@@ -224,7 +224,6 @@ def accelerates_plugin_without(folder):
 
 
 def an_accelerator_for_cpus(folder):
-    """Accelerate drops the plugin there."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin())
     with pytest.raises(ConfigError, match=r"does not run FSDP2.*make_accelerator\(\)"):
         from_pretrained(folder, accelerator=accelerator)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -247,16 +248,13 @@ def on_three(kinds=("tied", "mixtral")) -> None:
     run_cases({"checkpointed": checkpointed, "inference first": partial(inference_first, ("mixtral",), True)})
 
 
-def on_three_rarely() -> None:
-    on_three(("llama", "qwen2_moe"))
-
-
 def on_four() -> None:
     hsdp = partial(gradients_equal_the_plain_ones, ("llama",), replicate=2)
-    run_cases({"hsdp": hsdp, "halves": half_of_the_ranks_can_shard_a_model})
+    cases = {"hsdp": hsdp, "halves": half_of_the_ranks_can_shard_a_model}
+    run_cases(cases | {"padding": padding_of_other_peoples_sharding_is_found})
 
 
-RARE = pytest.param(3, on_three_rarely, marks=pytest.mark.nightly)
+RARE = pytest.param(3, partial(on_three, ("llama", "qwen2_moe")), marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, on_one), (2, on_two), (3, on_three), RARE, (4, on_four)])
@@ -320,7 +318,7 @@ def test_experts_on_more_ranks_than_experts_divide_by(folders, tmp_path, ranks, 
 
 
 @SMALL
-def find_padding() -> list[str]:
+def padding_of_other_peoples_sharding_is_found() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model.experts = nn.Parameter(torch.zeros(2, 24, 10))
     fine = copy.deepcopy(model)
@@ -330,11 +328,7 @@ def find_padding() -> list[str]:
     findings = [f for f in diagnose(model).findings if f.code == "padded-shards"]
     fully_shard(fine, shard_placement_fn=lambda p: Shard(1) if p.dim() == 3 else None)
     assert not [f for f in diagnose(fine).findings if f.code == "padded-shards"]
-    return [str(finding) for finding in findings]
-
-
-def test_padding_of_other_peoples_sharding_is_found():
-    (text,), *others = run_ranks(find_padding, 4)
-    assert all(other == [text] for other in others)
+    (text,) = map(str, findings)
+    assert set(all_ranks(text)) == {text}
     # 480 elements become 960 of 544
     assert "warning: padded-shards" in text and "carries 1.9 times its bytes" in text and "experts have too few" in text

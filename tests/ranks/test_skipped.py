@@ -1,6 +1,6 @@
 """Units that one rank does not run, and others do: towers without inputs, dropped layers, early exits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ Log = list[tuple[str, str]]
 
 
 def text_only(batch: Batch, seed: int) -> Batch:
-    """Rows of text alone, of the same shape."""
     ids = torch.randint(5, 20, batch["input_ids"].shape, generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -59,7 +58,6 @@ def _noted(log: Log, name: str, _: Any, first: Any, *__: Any) -> None:
 
 
 def same_on_all(log: Log) -> Log:
-    """The collectives, which are the same on all ranks."""
     logs = all_ranks(log)
     assert all(other == log for other in logs), logs
     return log
@@ -109,17 +107,16 @@ def with_media(kind: str, model: Any, seed: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone(), **media}
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> dict[str, Any]:
+def cases_of(kinds: Iterable[str], root: Path) -> dict[str, Any]:
     """Tiny models, the batches of two ranks, of which some have images or sound, and what one process makes of them."""
     made = {}
-    for kind, kind_class in KINDS.items():
+    for kind in kinds:
+        kind_class, folder = KINDS[kind], root / kind
         config = shrink(hf.CONFIG_MAPPING[kind](), "tiny")
         if kind == "mllama":  # layers between others read the images, and are left out without
             config.vision_config.vision_output_dim = 5 * config.vision_config.hidden_size
             config.text_config.cross_attention_layers = [1, 3]
         model = build(kind_class, config)
-        folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         first, second = (with_media(kind, model, seed) for seed in range(2))
         plain = text_only(first, 1)
@@ -159,7 +156,6 @@ def train_on_towers(
 
 
 def run_towers(cases: dict[str, Any], folder: Path, frozen: list[str]) -> Any:
-    """Every kind, and what is shown by one of them."""
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
     runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
     runs["llava, loss of its logits"] = partial(train_on_towers, *cases["llava"], of_logits=True)
@@ -186,7 +182,6 @@ def costs_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) ->
 
 
 def a_pass_that_raised_leaves_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
-    """A unit that runs by itself afterwards waits for nobody."""
     model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
     fails = model.lm_head.register_forward_pre_hook(Mock(side_effect=ArithmeticError))
     with pytest.raises(ArithmeticError):
@@ -232,11 +227,9 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
     ],
     ids=["usual", "all"],
 )
-def test_images_or_sound_on_one_rank_only(cases, tmp_path, kinds, frozen):
-    """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
-    chosen = {kind: cases[kind] for kind in kinds}
-    results = run_ranks(run_towers, 2, chosen, tmp_path, frozen)[0]
-    for kind in chosen:
+def test_images_or_sound_on_one_rank_only(tmp_path, kinds, frozen):
+    results = run_ranks(run_towers, 2, cases_of(kinds, tmp_path), tmp_path / "out", frozen)[0]
+    for kind in kinds:
         *differ, alike = ([name for name, _ in log].count("all_reduced") for log in results[kind])
         assert alike == 1, kind  # which inputs there are is compared, and nothing else
         assert not any(name == "exchange" for log in results[kind] for name, _ in log), "nothing goes through the store"
@@ -247,7 +240,6 @@ def test_images_or_sound_on_one_rank_only(cases, tmp_path, kinds, frozen):
 
 
 def exit_early(model: Any, layers: int) -> None:
-    """Run the first layers alone, then the final norm and the head."""
     model.config.num_hidden_layers = layers
 
 

@@ -17,10 +17,10 @@ from hf_fsdp_tools import from_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED
-from tests._checkpoints import full, refusal
+from tests._checkpoints import assert_same_tensors, refusal
 from tests._dist import run_ranks
 from tests._store import Server, kill_self, on_ranks, s3_server, use
-from tests._training import batches_of, make_rows, new_accelerator, train
+from tests._training import batches_of, full_states, make_rows, new_accelerator, train
 
 for _package in ("s3fs", "moto"):
     pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
@@ -36,8 +36,6 @@ def server() -> Iterator[Server]:
 
 
 class Run:
-    """A user's script: model, optimizer and scheduler of a new process."""
-
     def __init__(self, source: Any, **options: Any) -> None:
         self.accelerator: Any = new_accelerator()
         torch.manual_seed(3)
@@ -56,15 +54,7 @@ class Run:
         return losses
 
     def whole(self) -> dict[str, torch.Tensor]:
-        tensors = dict(self.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            tensors |= {f"{name}.{key}": each for key, each in self.optimizer.state.get(parameter, {}).items()}
-        return {name: full(tensor).clone() for name, tensor in tensors.items()}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+        return full_states(self.model, self.optimizer)
 
 
 def names_in(place: str) -> dict[str, tuple[int, int]]:
@@ -79,10 +69,10 @@ def resumed_to_the_bit(folders: dict[str, Path], tmp: Path) -> dict[str, torch.T
     saved, expected, drawn = run.whole(), run.train(1, 2), random.random()
     other = Run(folders["llama"])
     other.accelerator.load_state(RUN)
-    same(other.whole(), saved)
+    assert_same_tensors(other.whole(), saved)
     assert other.train(1, 2) == expected and random.random() == drawn
     assert other.scheduler.get_last_lr() == run.scheduler.get_last_lr()
-    same(other.whole(), run.whole())
+    assert_same_tensors(other.whole(), run.whole())
     names = names_in("run")
     assert UNFINISHED not in names and MANIFEST in names
     assert {"optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp", "random_states_1.pkl", "scheduler.bin"} < set(names)
@@ -109,7 +99,7 @@ def an_adapter_from_copies_on_disks(folders: dict[str, Path], tmp: Path) -> None
     assert sum(all_ranks(report.bytes_written)) == report.total_bytes
     other, own = start()
     other.accelerator.load_state("s3://bucket/lora")
-    same(other.whole(), saved)
+    assert_same_tensors(other.whole(), saved)
     assert other.train(1, 2) == expected and own.last_epoch == 17
 
 
@@ -155,7 +145,7 @@ def elsewhere(url: str, folders: dict[str, Path], saved: dict[str, torch.Tensor]
     run = Run(folders["llama"])
     with pytest.warns(UserWarning, match=rf"'{RUN}' was saved by 2 process.es. and is read by 1"):
         run.accelerator.load_state(RUN)
-    same(run.whole(), saved)
+    assert_same_tensors(run.whole(), saved)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +235,7 @@ def goes_on(url: str, folders: dict[str, Path]) -> None:
     run.accelerator.save_state("s3://bucket/next")
     other = Run(folders["llama"])
     other.accelerator.load_state("s3://bucket/next")
-    same(other.whole(), run.whole())
+    assert_same_tensors(other.whole(), run.whole())
 
 
 @pytest.mark.nightly

@@ -31,7 +31,7 @@ from tests._checkpoints import (
     stored_tensors,
     word_tokenizer,
 )
-from tests._dist import run_ranks
+from tests._dist import named, run_ranks
 from tests._store import Server, kill_self, on_ranks, s3_server, use
 from tests.ranks.test_save import Doubled, with_conversion
 
@@ -229,7 +229,7 @@ CASES: dict[str, Callable[..., None]] = {
     "fails": fails_in_the_background,
 }
 ONCE = (plain_safetensors_give_way, heads, adapters, bad_names, what_a_conversion_computes)
-MORE = {"tied": partial(a_kind_comes_back, "tied"), **{case.__name__: case for case in ONCE}}
+MORE = {"tied": partial(a_kind_comes_back, "tied")} | named(*ONCE)
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["usual", "more"])

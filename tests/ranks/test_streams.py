@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
 from hf_fsdp_tools.scripting.streams import share_of_stream
 from tests._checkpoints import refusal
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, new_accelerator
 
 pytest.importorskip("torchdata", reason="torchdata is not installed (pip install torchdata)")
@@ -222,11 +222,8 @@ def ways_to_read(own: Any, divided: Any, plain: Any, workers: int = 0) -> dict[s
 
 
 def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
-    others = (
-        files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so,
-        an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused,
-    )  # fmt: skip
-    cases = ways_to_read([(3, 3)], [(None, 4)], [None]) | {case.__name__: case for case in others}
+    others = (an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused)
+    cases = ways_to_read([(3, 3)], [(None, 4)], [None]) | named(*others)
     goes_on(cases, folders["llama"], tmp_path)
     run_ranks(on_another_number_of_ranks, 1, folders["llama"], tmp_path / "another_stream_is_refused")
 
@@ -235,4 +232,7 @@ def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_read_by_workers_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path, workers: int) -> None:
     ways = [(4, 3)], [(None, 4)] if workers else [(False, 1)], [False]
-    goes_on(ways_to_read(*ways, workers), folders["llama"], tmp_path)
+    others = {
+        case.__name__: case for case in (files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so)
+    }
+    goes_on(ways_to_read(*ways, workers) | ({} if workers else others), folders["llama"], tmp_path)

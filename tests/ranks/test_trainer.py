@@ -178,8 +178,6 @@ def test_optimizers_of_ones_own_and_of_mixed_groups_step_as_on_one_process(
 
 
 class Crowded(ShardedTrainer):
-    """Runs out of memory with more than 2 rows, in the middle of a forward pass or before it."""
-
     at_once = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -221,13 +221,12 @@ def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
     return float(logged(trainer, "grad_norm")[0])
 
 
-def test_the_trainer_clips_by_one_norm_over_plain_and_sharded_gradients(folders, tmp_path):
-    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
+def _is_clipped_by_one_norm_over_plain_and_sharded_gradients(folder: Path, found: dict[str, Any]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder).train()
     plain(**batches_of(make_rows(2 * ROWS), 2 * ROWS)[0]).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item()
     assert norm > CLIP, "there is something to clip"
-    for found in run_ranks(_clipping_by_the_trainer, 2, folders["llama"], tmp_path):
-        assert found == pytest.approx(norm, rel=1e-4)
+    assert found["clipped"] == pytest.approx(norm, rel=1e-4)
 
 
 # ---- accumulation ----
@@ -269,25 +268,18 @@ def _split_by_the_trainer(size: int, steps: int, folder: Path, out: Path) -> dic
     return full_parameters(trainer.model)
 
 
-@pytest.mark.shows("gradient accumulation", "FSDP2")
-@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.nightly)])
-def test_the_same_tokens_split_otherwise_give_the_same_gradients(folders, tmp_path, which):
-    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
+def _splits_give_the_same_gradients(folder: Path, found: dict[str, Any]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder).train()
     start = full_parameters(plain)
     loss = plain(**batches_of(make_rows(8, ragged=True), 8)[0]).loss
     loss.backward()
-    cases = {
-        "loop": partial(_split_in_a_loop, SPLITS[which]),
-        "Trainer": partial(_split_by_the_trainer, SIZES[which], 4 // SIZES[which]),
-    }
-    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
-        mean, gradients = found["loop"]
-        assert mean == pytest.approx(loss.item(), rel=1e-6)
-        for key, parameter in plain.named_parameters():
-            torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-7, msg=f"loop {key}")
-            # a step of 1 by SGD is the gradient, rounded at the size of the weight
-            step = start[key] - found["Trainer"][key]
-            torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"Trainer {key}")
+    mean, gradients = found["split"]
+    assert mean == pytest.approx(loss.item(), rel=1e-6)
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-7, msg=f"loop {key}")
+        # a step of 1 by SGD is the gradient, rounded at the size of the weight
+        step = start[key] - found["split by the Trainer"][key]
+        torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"Trainer {key}")
 
 
 def _kept(model: nn.Module) -> tuple[int, int]:
@@ -362,31 +354,14 @@ def _accumulated(reshard: bool, is_kept: bool, folder: Path, out: Path) -> tuple
     return count, (losses, full_parameters(model))
 
 
-def test_kept_units_are_gathered_once_in_a_step_of_several_micro_batches(folders, tmp_path):
-    cases = {
-        "kept": partial(_accumulated, False, True),
-        "as FSDP2 does it": partial(_accumulated, False, False),
-        "resharded": partial(_accumulated, True, True),
-    }
-    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
-        (kept, ours), (each, plain), (resharded, _) = (found[name] for name in cases)
-        assert (kept, each, resharded) == (2, 4, 8)
-        assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
+def _kept_units_are_gathered_once_in_a_step(found: dict[str, Any]) -> None:
+    (kept, ours), (each, plain), (resharded, _) = (found[name] for name in ("kept", "as FSDP2 does it", "resharded"))
+    assert (kept, each, resharded) == (2, 4, 8)
+    assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
 
 
-def test_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders, tmp_path):
-    count = AutoModelForCausalLM.from_pretrained(folders["llama"]).num_parameters()
-    cases = {
-        "default": partial(_between_micro_batches, {"gradient_accumulation_steps": 2}),
-        "asked": partial(
-            _between_micro_batches, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}
-        ),
-        "Trainer": partial(_between_micro_batches_of_the_trainer, {}),
-        "Trainer asked": partial(
-            _between_micro_batches_of_the_trainer, {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
-        ),
-    }
-    first, second = run_ranks(run_cases, 2, cases, folders["llama"], tmp_path)
+def _no_whole_gradients_are_kept_unless_asked(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     for name, one, other in (
         ("default", first["default"][0], second["default"][0]),
         ("default at the end", first["default"][1], second["default"][1]),
@@ -400,6 +375,36 @@ def test_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders,
     for key, gradient in first["asked"][2].items():
         # Averaged twice and added in fp32, or added in fp32 and averaged once.
         torch.testing.assert_close(first["default"][2][key], gradient, rtol=1e-5, atol=1e-7)
+
+
+ACCUMULATED: dict[str, Any] = {
+    "clipped": _clipping_by_the_trainer,
+    "kept": partial(_accumulated, False, True),
+    "as FSDP2 does it": partial(_accumulated, False, False),
+    "resharded": partial(_accumulated, True, True),
+    "default": partial(_between_micro_batches, {"gradient_accumulation_steps": 2}),
+    "asked": partial(_between_micro_batches, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}),
+    "Trainer": partial(_between_micro_batches_of_the_trainer, {}),
+    "Trainer asked": partial(
+        _between_micro_batches_of_the_trainer, {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+    ),
+}
+
+
+@pytest.mark.shows("gradient accumulation", "FSDP2")
+@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_gradients_are_clipped_and_accumulated_as_on_one_process(folders, tmp_path, which):
+    folder = folders["llama"]
+    splits = {
+        "split": partial(_split_in_a_loop, SPLITS[which]),
+        "split by the Trainer": partial(_split_by_the_trainer, SIZES[which], 4 // SIZES[which]),
+    }
+    ranks = run_ranks(run_cases, 2, ACCUMULATED | splits, folder, tmp_path)
+    for found in ranks:
+        _is_clipped_by_one_norm_over_plain_and_sharded_gradients(folder, found)
+        _splits_give_the_same_gradients(folder, found)
+        _kept_units_are_gathered_once_in_a_step(found)
+    _no_whole_gradients_are_kept_unless_asked(folder, *ranks)
 
 
 # ---- activation checkpointing and compilation ----
@@ -430,19 +435,6 @@ def _both_switches(folder: Path, out: Path) -> None:
         _checkpointed_trainer(True, True, folder, out)
 
 
-@pytest.mark.shows("activation checkpointing", "FSDP2")
-def test_activations_are_recomputed_once_by_one_switch(folders, tmp_path):
-    cases = {
-        "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True),
-        "Trainer, its own": partial(_checkpointed_by_the_trainer, False),
-        "Trainer, both": _both_switches,
-    }
-    for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
-        for name in ("Trainer, FSDP's", "Trainer, its own"):
-            assert found[name][0] == 2, f"{name}: forward, and once more in backward"
-        assert apart(found["Trainer, FSDP's"][1], found["Trainer, its own"][1]) == 0
-
-
 def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
     settings = {"dynamo_backend": "aot_eager"} if compiled else {}
     accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=True), **settings)
@@ -470,14 +462,21 @@ def _compiled_as_a_whole(folder: Path, out: Path) -> None:
         accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
 
 
+@pytest.mark.shows("activation checkpointing", "FSDP2")
 @pytest.mark.shows("activation checkpointing", "generate", "losses of one process", "save_pretrained", "compile")
-def test_blocks_are_compiled_in_place_and_train_alike(folders, tmp_path):
+def test_activations_are_recomputed_once_by_one_switch_and_blocks_are_compiled_in_place(folders, tmp_path):
     cases = {
+        "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True),
+        "Trainer, its own": partial(_checkpointed_by_the_trainer, False),
+        "Trainer, both": _both_switches,
         "eager": partial(_losses_in_a_loop, False),
         "compiled": partial(_losses_in_a_loop, True),
         "as a whole": _compiled_as_a_whole,
     }
     for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
+        for name in ("Trainer, FSDP's", "Trainer, its own"):
+            assert found[name][0] == 2, f"{name}: forward, and once more in backward"
+        assert apart(found["Trainer, FSDP's"][1], found["Trainer, its own"][1]) == 0
         close(torch.tensor(found["compiled"]), torch.tensor(found["eager"]))
 
 
@@ -497,7 +496,6 @@ def _evaluate_and_generate(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Ranks finish at different times."""
     rank = dist.get_rank()
     return model.generate(batch["input_ids"][:1, : 2 + 3 * rank], max_new_tokens=3 + rank, do_sample=False)
 
@@ -557,7 +555,7 @@ def _replicas(folder, shards):
     return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.shows("losses of one process", "HSDP")
 def test_three_steps_of_hybrid_sharding_equal_one_process(folders, shards):
     losses, _, weights = _by_hand(folders["tied"], 2 * shards, torch.float32, torch.float32)

@@ -19,14 +19,13 @@ from hf_fsdp_tools import (
     clip_grad_norm_,
     from_pretrained,
     make_accelerator,
-    resize_token_embeddings,
     save_pretrained,
 )
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.integrations.resume import AVERAGES
 from tests._checkpoints import full, refusal
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.ranks.test_parallel import folder_of
 
@@ -124,17 +123,6 @@ def an_error_of_a_class_of_ones_own(parent: Path) -> None:
             raise OnesOwnError("the sentence")
 
 
-def averages_of_what_was_resized(parent: Path) -> None:
-    model = from_pretrained(folder_of("llama", parent), **QUIET)
-    averages = ParameterEMA(model)
-    averages.step()
-    resize_token_embeddings(model, 140)
-    with pytest.raises(
-        ConfigError, match=r"embed_tokens.weight.* of the averages are no parameters of Llama.*any more"
-    ):
-        averages.step()
-
-
 # ---- loops and states where ranks share rows ----
 
 SHARED = {"cp": {"cp_size": 2}, "tp": {"tp_size": 2}}
@@ -190,16 +178,11 @@ def averages_of_a_trainer(parent: Path) -> None:
     assert (parent / "averaged" / "checkpoint-1" / AVERAGES / ".metadata").is_file()
 
 
-def test_loops_and_states_know_who_shares_rows(tmp_path: Path) -> None:
-    cases = {f"loop, {name}": partial(rates_and_rows_of_a_loop, sizes) for name, sizes in SHARED.items()}
-    cases |= {"averages": averages_by_dcp, "averages of a trainer": averages_of_a_trainer}
-    run_ranks(run_cases, 2, cases, tmp_path)
-
-
 def test_all_agree_on_who_shares_rows(tmp_path: Path) -> None:
-    cases = [
+    cases = named(
         a_loader_that_does_not_know_of_it, a_loop_of_ones_own, draws_of_ranks_that_share_layers,
         weights_that_have_drifted_apart, trainers_that_count_completions, rules_beside_a_mesh, axes_by_their_names,
-        an_error_of_a_class_of_ones_own, averages_of_what_was_resized,
-    ]  # fmt: skip
+        an_error_of_a_class_of_ones_own, averages_by_dcp, averages_of_a_trainer,
+    )  # fmt: skip
+    cases |= {f"loop, {name}": partial(rates_and_rows_of_a_loop, sizes) for name, sizes in SHARED.items()}
     run_ranks(run_cases, 2, cases, tmp_path)
