@@ -88,7 +88,7 @@ def exchanged(name: str) -> Counter[tuple[str, float]]:
 
 @pytest.mark.parametrize("name", marked(CASES))
 @pytest.mark.shows("memory estimate", "FSDP2")
-def test_the_peak_of_a_step_is_foreseen(request, name):
+def test_the_peak_of_a_step_is_estimated(request, name):
     held, peak = requested(estimated_on_cpus(case_named(name), "tiny", 2))
     for found in measured(request, name):
         assert found["peak"] == pytest.approx(peak, rel=1e-3)
@@ -124,7 +124,7 @@ def test_what_blocks_keep_that_are_computed_again_is_estimated(request, name):
 
 @pytest.mark.parametrize("name", marked(STAYING))
 @pytest.mark.shows("memory estimate", "stays quantised")
-def test_what_weights_that_stay_quantised_take_is_foreseen(request, name):
+def test_what_weights_that_stay_quantised_take_is_estimated(request, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
 
@@ -153,7 +153,7 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(request, name):
 
 
 @pytest.mark.shows("memory estimate", "cp")
-def test_what_ranks_that_share_rows_take_is_foreseen(real):
+def test_what_ranks_that_share_rows_take_is_estimated(real):
     """gloo lets go of what they exchange some time later, so that the peak has some hidden states more."""
     step = estimated_on_cpus(case_named(SHARED), "tiny", 2)
     taken = sum(event.num_bytes for event in step.events if isinstance(event, Alloc))
@@ -175,7 +175,7 @@ def test_what_ranks_that_share_rows_exchange_is_estimated():
 
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.shows("memory estimate", "tp", "ep")
-def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_foreseen(real, name):
+def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_estimated(real, name):
     """Bytes, of layers exactly; memory but for indices of tokens, and what autograd's DTensors hold a moment longer."""
     step = estimated_on_cpus(case_named(name), "tiny", 2)
     works = [event for event in step.events if isinstance(event, Work) and event.stream == "exchange"]
