@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -187,11 +188,12 @@ class Noisy(ShardedTrainer):
     """Random draws are a part of its loss."""
 
     def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs) * (1 + self.noise * torch.rand(()))
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * (1 + self.noise * torch.rand(())) if torch.is_tensor(loss) else loss  # with outputs: evaluation
 
 
 def in_a_trainer(parent, sizes, ep_size, noise, out, former=None):
-    """Losses, norms and rates of two steps on four rows each, or of the last one of them."""
+    """Loss, norm and rate of two steps on four rows each; then the evaluation's loss."""
     folder = folder_of("qwen3_moe", parent)
     config = ParallelismConfig(**sizes) if sizes else None
     args = arguments(
@@ -206,20 +208,21 @@ def in_a_trainer(parent, sizes, ep_size, noise, out, former=None):
         fsdp_config={"ep_size": ep_size},
     )
     model = from_pretrained(folder, accelerator=make_accelerator(args), load_kwargs=QUIET)
-    trainer = Noisy(model=model, args=args, train_dataset=make_rows(32))
+    trainer = Noisy(model=model, args=args, train_dataset=make_rows(32), eval_dataset=make_rows(16))
     trainer.noise = noise
     trainer.train(resume_from_checkpoint=former and str(parent / former / "checkpoint-1"))
-    return list(zip(logged(trainer), logged(trainer, "grad_norm"), logged(trainer, "learning_rate"), strict=True))
+    steps = zip(*(logged(trainer, name) for name in ("loss", "grad_norm", "learning_rate")), strict=True)
+    return [*chain.from_iterable(steps), trainer.evaluate()["eval_loss"]]
 
 
 def test_a_trainer_resumes_in_another_layout(tmp_path):
-    """Losses, norms and rates go on."""
+    """Losses, norms and rates go on, and what is evaluated is the same."""
     cases = {
         "first": partial(in_a_trainer, tmp_path, {"tp_size": 2}, 1, 0.0, "first"),
         "two": partial(in_a_trainer, tmp_path, {}, 2, 0.0, "two", "first"),
     }
     found = run_ranks(run_cases, 2, cases)[0]
-    assert found["two"][-1] == pytest.approx(found["first"][1], rel=1e-4)
+    assert found["two"][3:] == pytest.approx(found["first"][3:], rel=1e-4)
 
 
 @pytest.mark.nightly
@@ -229,8 +232,8 @@ def test_a_trainer_resumes_in_its_layout_bit_for_bit_and_on_one_rank(tmp_path):
     cases = {"noisy": partial(tp, 0.1, "noisy"), "again": partial(tp, 0.1, "again", "noisy")}
     found = run_ranks(run_cases, 2, {**cases, "first": partial(tp, 0.0, "first")})[0]
     found["one"] = run_ranks(in_a_trainer, 1, tmp_path, {}, 1, 0.0, "one", "first")[0]
-    assert found["again"][-1] == found["noisy"][1]
-    assert found["one"][-1] == pytest.approx(found["first"][1], rel=1e-4)
+    assert found["again"][3:] == found["noisy"][3:]
+    assert found["one"][3:] == pytest.approx(found["first"][3:], rel=1e-4)
 
 
 DTYPES = [torch.float32, torch.bfloat16]
