@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
+from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from tests._checkpoints import (
@@ -151,6 +153,25 @@ def compiled(folder: Path, tmp: Path) -> None:
     """Compiled blocks compute the same up to rounding."""
     found = one_pass(loaded("fp8", folder, dequantize=False, compile={"backend": "aot_eager"}))
     torch.testing.assert_close(found, one_pass(loaded("fp8", folder, dequantize=True)))
+
+
+def one_kernel_for_a_matrix(folder: Path, tmp: Path) -> None:
+    """The function that GPUs compile gives the values of the operators, to the last bit; here a CPU compiles it."""
+    by_operators = PackedForm._floats
+    for kind in ("fp8", "mxfp4", "compressed int8", "compressed int4", "compressed nvfp4", "gptq", "awq"):
+        seen: dict[Any, tuple[Any, ...]] = {}
+
+        def noted(form: Any, values: Any, scales: Any, dtype: Any, seen: Any = seen) -> Any:
+            seen.setdefault(form.shape, (form, values.clone(), [each.clone() for each in scales], dtype))
+            return by_operators(form, values, scales, dtype)
+
+        with patch.object(PackedForm, "_floats", noted):
+            one_pass(loaded(kind, folder, dequantize=False, dtype=torch.bfloat16), is_training=False)
+        assert seen, kind
+        for call in seen.values() if dist.get_rank() == 0 else ():
+            assert torch.equal(packed_weight._compiled()(*call), by_operators(*call)), kind
+        torch.compiler.reset()
+        packed_weight._compiled.cache_clear()
 
 
 # ---- bytes ----
@@ -416,7 +437,7 @@ CASES = named(
 )  # fmt: skip
 CASES |= {"bytes": partial(bytes_of_a_unit, SAVED[2:3]), "saved": partial(saved_as_stored, SAVED[1:3])}
 CASES |= {"rows": partial(new_rows, "fp8"), "prompts": partial(prompts, "PREFIX_TUNING")}
-RARE = named(recomputed_offloaded_and_copied, compiled, generates_between_steps)
+RARE = named(recomputed_offloaded_and_copied, compiled, generates_between_steps, one_kernel_for_a_matrix)
 RARE["saved"] = partial(saved_as_stored, [*(kind for kind in KINDS if kind not in SAVED[1:3]), "mxfp4"])
 RARE["bytes"] = partial(bytes_of_a_unit, ["fp8 of 128 x 128", "gptq experts"])
 RARE |= {"rows": partial(new_rows, "compressed int4"), "prompts": partial(prompts, "PROMPT_TUNING")}
