@@ -15,7 +15,7 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name, plain_name
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
-from hf_fsdp_tools.planning.stacks import find_blocks, is_major
+from hf_fsdp_tools.planning.stacks import find_blocks, major_blocks
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio
 from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes, show_count
 
@@ -102,7 +102,7 @@ def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
 def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     stacks = find_blocks(live.tree)
     bound = size_bound(live.tree, stacks)
-    blocks = [block for stack in stacks if is_major(live.tree, stack) for block in stack]
+    blocks = major_blocks(live.tree, stacks)
     missed = [block for block in blocks if _is_missed(block, live, bound)]
     if finding := _root_only(live, plan, blocks_have_units=len(missed) < len(blocks)):
         yield finding
