@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from hf_fsdp_tools.cli.options import (
     refuse,
     write,
 )
-from hf_fsdp_tools.cli.templates import TEMPLATES, Job
+from hf_fsdp_tools.cli.templates import TEMPLATES, Job, Template
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import printable, quoted
 
@@ -70,13 +70,72 @@ def add_config(commands: Any) -> None:
     parser.set_defaults(run=_config)
 
 
+@dataclass(kw_only=True)
+class _Answer:
+    """What is decided: the config, why, and the command that starts with it."""
+
+    config: "FSDPConfig"
+    reasons: dict[str, str]
+    lines: list[str]
+    """The reasons as they are printed."""
+    start: list[str]
+    """Words of the command up to the config's file."""
+    script: list[str]
+    """Words behind it."""
+    best: "Recommendation | None" = None
+    run_path: Path | None = None
+    """File of the training's settings."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """What stands in it."""
+
+
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
-    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
-    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.scripting import setups
 
     template = TEMPLATES.get(options.template)
+    _refuse_together(options, template)
+    check_writable(options.output)
+    translation = None if options.source is None else FSDPConfig.translate_file(options.source)
+    config, reasons = decide(vars(options), None if translation is None else translation.fields)
+    if options.model is None:
+        start, words = (
+            [*config.launch_variables, "accelerate", "launch"],
+            [] if translation is None else translation.words,
+        )
+        lines, script = _reason_lines(config, reasons), ["your_script.py", *words]
+        answer = _Answer(config=config, reasons=reasons, lines=lines, start=start, script=script)
+    else:
+        answer = _of_model(options, config, reasons)
+    text, launch, texts = _files(options, answer, template)
+    written = _write(texts, force=options.force)
+    if options.json:
+        best, run_path = answer.best, answer.run_path
+        value: dict[str, Any] = {
+            "config": asdict(answer.config),
+            "reasons": answer.reasons,
+            "launch": launch,
+            "yaml": text,
+        }
+        value |= {"output": options.output and str(options.output), "run_file": run_path and str(run_path)}
+        value |= {} if best is None else {"recommendation": json.loads(best.to_json())}
+        if translation is not None:
+            value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
+        print(json.dumps(value, indent=1))
+        return
+    rows: list[str] = []
+    if translation is not None:  # long values are shortened
+        short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
+        rows = [*_aligned([*short]), ""]
+    report = [*rows, *answer.lines, *[""] * (answer.best is not None), *written, f"launch  {launch}"]
+    if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
+        print(text, end="")
+    print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
+
+
+def _refuse_together(options: argparse.Namespace, template: Template | None) -> None:
+    """Refuse options that say nothing beside others, or contradict them."""
+    from hf_fsdp_tools import FSDPConfig
+
     if options.output is None and template is not None:
         raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
     if options.cpu and options.gpu is not None:
@@ -89,81 +148,77 @@ def _config(options: argparse.Namespace) -> None:
         refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
-    check_writable(options.output)
-    translation = None if options.source is None else FSDPConfig.translate_file(options.source)
-    config, reasons = decide(vars(options), None if translation is None else translation.fields)
+
+
+def _of_model(options: argparse.Namespace, config: "FSDPConfig", reasons: dict[str, str]) -> _Answer:
+    """The fastest settings of a model that fit, and the recipe that trains it with them."""
+    from hf_fsdp_tools.scripting import setups
+
     recipe = options.recipe or setups.DEFAULT_RECIPE
-    best = None if options.model is None else _recommend(options, config, recipe)
-    run_path = None
-    is_here = template is None or options.template == "slurm"  # elsewhere the launch file is carried along alone
-    if best is not None and options.recipe is not None and options.output is not None and is_here:
+    best = _recommend(options, config, recipe)
+    is_here = options.template in (None, "slurm")  # elsewhere the launch file is carried along alone
+    values = setups.options_of(recipe, options.model, best.setup)
+    if options.recipe is not None and options.output is not None:
+        values = setups.run_values(values, best.setup, recipe=recipe)
+    run_path, script = None, setups.recipe_words(values)
+    if options.recipe is not None and options.output is not None and is_here:
         run_path = setups.run_file_of(options.output)
-    if best is None:
-        start = [*config.launch_variables, "accelerate", "launch"]
-        script = ["your_script.py", *([] if translation is None else translation.words)]
-        reason_lines = _reason_lines(config, reasons)
-    else:
-        values = setups.options_of(recipe, options.model, best.setup)
-        if options.recipe is not None and options.output is not None:
-            values = setups.run_values(values, best.setup, recipe=recipe)
-        start, script = ["hf-fsdp", recipe], setups.recipe_words(values)
-        if run_path is not None:
-            script = ["--config", str(run_path), "--dataset_name", "DATASET"]
-        reason_lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
-        if not is_here and Path(options.model).exists():
-            reason_lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
-        if "num_machines" in reasons and config.num_machines > 1:
-            reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
-        if config.mixed_precision == "fp8":
-            reason_lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
-        searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
-        degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-        recomputed = ("", "_every_n_layers", "_offload")
-        names = [*degrees, "reshard_after_forward", "offload_params"]
-        names += [f"activation_checkpointing{each}" for each in recomputed]
-        searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
-        reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
-        config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
-    memory = [] if best is None or not best.expandable_bytes else [EXPANDABLE]
-    start += ["--config_file", str(options.output or "FILE")]
-    for word in (*start, *address_words(config), *script, options.model or ""):
+        script = ["--config", str(run_path), "--dataset_name", "DATASET"]
+    lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
+    if not is_here and Path(options.model).exists():
+        lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
+    if "num_machines" in reasons and config.num_machines > 1:
+        lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
+    if config.mixed_precision == "fp8":
+        lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
+    searched = {name: "; ".join(said) for name, said in best.reasons.items()}
+    degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
+    recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload"))
+    names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
+    of_setup = {name: SETUP_FIELDS.get(name, name) for name in names}
+    return _Answer(
+        config=replace(config, **{name: getattr(best.setup, own) for name, own in of_setup.items()}),
+        reasons=reasons | {name: searched[own] for name, own in of_setup.items() if own in searched},
+        lines=lines,
+        start=["hf-fsdp", recipe],
+        script=script,
+        best=best,
+        run_path=run_path,
+        run=values,
+    )
+
+
+def _files(options: argparse.Namespace, answer: _Answer, template: Template | None) -> tuple[str, str, dict[Path, str]]:
+    """The YAML, the command that starts with it, and the text of each file that is asked for."""
+    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+    from hf_fsdp_tools.scripting import setups
+
+    config, best, command = answer.config, answer.best, options.command_line
+    start = [EXPANDABLE] if best is not None and best.expandable_bytes else []
+    start += [*answer.start, "--config_file", str(options.output or "FILE")]
+    for word in (*start, *address_words(config), *answer.script, options.model or ""):
         if printable(word) != word or "\n" in word:
             raise ConfigError(
                 f"{quoted(word)} would be written into a file that shells read, and has a line break, another control "
                 "character, or the password or query of a URL. Take another name; stores have settings of their own."
             )
-    notes = [f"Start it with: {shlex.join([*memory, *start, *address_words(config), *script])}", "", *reason_lines]
-    text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    launch, texts = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script]), {}
+    notes = [f"Start it with: {shlex.join([*start, *address_words(config), *answer.script])}", "", *answer.lines]
+    text = config.to_accelerate_yaml(command=command, notes=notes)
+    launch = shlex.join([*start, *address_words(config), *cpu_words(config), *answer.script])
+    if options.output is None:
+        return text, launch, {}
+    texts: dict[Path, str] = {options.output: text}
     if template is not None:
         path = template.path(options.output)
         gpu = None if config.use_cpu or (name := _gpu_name(options)) is None else gpu_named(name).name
-        words, command = [*memory, *start, *script], options.command_line
+        words = [*start, *answer.script]
         job = Job(config=config, launch=words, path=options.output, text=text, command=command, gpu=gpu)
-        launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
-    if best is not None and run_path is not None:
-        about = {"recipe": recipe, "command": options.command_line, "launch": launch}
-        texts[run_path] = setups.run_file(values, **about)
-    texts = texts if options.output is None else {options.output: text, **texts}
-    written = _write(texts, force=options.force)
-    if options.json:
-        value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
-        value["output"] = str(options.output) if options.output else None
-        value["run_file"] = str(run_path) if run_path else None
-        if best is not None:
-            value["recommendation"] = json.loads(best.to_json())
-        if translation is not None:
-            value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
-        print(json.dumps(value, indent=1))
-        return
-    rows: list[str] = []
-    if translation is not None:  # long values are shortened
-        short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
-        rows = [*_aligned([*short]), ""]
-    report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
-    if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
-        print(text, end="")
-    print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
+        launch, texts[path] = template.start_command(options.output), template.make(job, str(path))
+    if answer.run_path is not None:
+        about = {"recipe": answer.start[-1], "command": command, "launch": launch}
+        texts[answer.run_path] = setups.run_file(answer.run, **about)
+    return text, launch, texts
 
 
 def _write(texts: dict[Path, str], *, force: bool) -> list[str]:
