@@ -154,44 +154,11 @@ def checked_rules(
 ) -> dict[str, tuple[str, str]]:
     """The axis and style of each module and parameter that is divided, by its name; refuse what cannot be. Pure."""
     kinds = {kind: size for kind, size in (("tp", tp_size), ("ep", ep_size)) if size > 1}
-    what = " and ".join(f"{kind}_size {size}" for kind, size in kinds.items())
-    if ALL_PARALLEL_STYLES is None:
-        raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
-    if packed_parameters(model):
-        raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
-    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
-        raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
-    if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
-        raise ConfigError(
-            f"{what}: {type(model).__name__} has adapters already ({listed(wrapped)}), and its layers must be divided "
-            "first. Give peft_config to from_pretrained, or make the adapter on a model of from_pretrained."
-        )
-    names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    _refuse_undividable(model, " and ".join(f"{kind}_size {size}" for kind, size in kinds.items()))
     rules: dict[str, tuple[str, str]] = {}
     given = {"tp": tp_plan, "ep": ep_plan}
-    for kind in kinds:
-        own = dict(getattr(model, f"{kind}_plan", None) or {})
-        if not isinstance(given[kind], Mapping | None):
-            raise ConfigError(f"{kind}_plan is {given[kind]!r}: it must be a dict of rules, or left out.")
-        if absent := [rule for rule in given[kind] or () if rule not in names and rule not in own]:
-            known = names | own.keys()
-            raise ConfigError(
-                f"{kind}_plan names {listed(absent)}, which {type(model).__name__} does not have"
-                f"{did_you_mean(absent[0], known)}"
-            )
-        rule_of = {} if given[kind] == {} and kind == "tp" else {**own, **(given[kind] or {})}
-        if not rule_of and given[kind] is None:
-            raise ConfigError(
-                f"{type(model).__name__} has no {kind}_plan for {kind}_size {kinds[kind]}. Leave {kind}_size out, or "
-                f"give rules: {kind}_plan={{…}}."
-            )
-        for rule, style in rule_of.items():
-            if style not in ALL_PARALLEL_STYLES:
-                raise ConfigError(
-                    f"{kind}_plan gives {rule!r} the style {style!r}, which transformers lacks"
-                    f"{did_you_mean(style, list(ALL_PARALLEL_STYLES))}"
-                )
-        styles = model._expand_parallel_plan(rule_of)
+    for kind, size in kinds.items():
+        styles = model._expand_parallel_plan(_plan_of(model, kind, size, given[kind]))
         if kind == "ep":  # some plans divide dense layers among the same ranks, which have other rows
             experts = [name for name, style in styles.items() if style == DISPATCH]
             below = tuple(f"{name}." for name in experts)
@@ -220,6 +187,47 @@ def checked_rules(
     _check_heads(model, rules, tp_size)
     _check_sizes(model, rules, kinds)
     return rules
+
+
+def _refuse_undividable(model: Any, what: str) -> None:
+    """Refuse a model whose layers cannot be divided any more, or by this transformers."""
+    if ALL_PARALLEL_STYLES is None:
+        raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
+    if packed_parameters(model):
+        raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
+    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
+        raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
+    if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
+        raise ConfigError(
+            f"{what}: {type(model).__name__} has adapters already ({listed(wrapped)}), and its layers must be divided "
+            "first. Give peft_config to from_pretrained, or make the adapter on a model of from_pretrained."
+        )
+
+
+def _plan_of(model: Any, kind: str, size: int, given: Mapping[str, str] | None) -> dict[str, str]:
+    """The model's own rules of one kind, with those that are given laid over them; an empty `tp_plan` gives none."""
+    names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    own = dict(getattr(model, f"{kind}_plan", None) or {})
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"{kind}_plan is {given!r}: it must be a dict of rules, or left out.")
+    if absent := [rule for rule in given or () if rule not in names and rule not in own]:
+        raise ConfigError(
+            f"{kind}_plan names {listed(absent)}, which {type(model).__name__} does not have"
+            f"{did_you_mean(absent[0], names | own.keys())}"
+        )
+    rule_of = {} if given == {} and kind == "tp" else {**own, **(given or {})}
+    if not rule_of and given is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no {kind}_plan for {kind}_size {size}. Leave {kind}_size out, or give rules: "
+            f"{kind}_plan={{…}}."
+        )
+    for rule, style in rule_of.items():
+        if style not in ALL_PARALLEL_STYLES:
+            raise ConfigError(
+                f"{kind}_plan gives {rule!r} the style {style!r}, which transformers lacks"
+                f"{did_you_mean(style, list(ALL_PARALLEL_STYLES))}"
+            )
+    return rule_of
 
 
 def generic_name(name: str) -> str:
