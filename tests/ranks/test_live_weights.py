@@ -110,7 +110,7 @@ def placements(names: Sequence[str], folders: dict[str, Path], tmp: Path) -> Non
         "llama, one unit": lambda: flat("llama"),
         "llama, tp": lambda: parallel("llama", ParallelDims(tp_size=2, dp_shard_size=2)),
         "llama, tp and replicas": lambda: parallel("llama", ParallelDims(tp_size=2, dp_replicate_size=2)),
-        "moe, ep": lambda: parallel("qwen3_moe", ParallelDims(ep_size=2, dp_shard_size=4)),
+        "qwen3_moe, ep": lambda: parallel("qwen3_moe", ParallelDims(ep_size=2, dp_shard_size=4)),
     }
     for number, what in enumerate(names):
         model, dtype = made[what](), (None, torch.bfloat16)[number % 2]
