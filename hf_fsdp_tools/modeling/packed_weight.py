@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
+from hf_fsdp_tools.text import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,14 @@ class PackedForm:
         As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then. A GPU
         with Triton runs one compiled kernel for a matrix, whose start takes less time than those of a few operators.
         """
-        is_compiled = values.is_cuda and find_spec("triton") is not None and not torch.compiler.is_compiling()
-        run = _compiled() if is_compiled and not self.flat_block else PackedForm._floats
-        return run(self, values, scales, dtype)
+        if not self.flat_block and not torch.compiler.is_compiling() and _takes_kernel(values):
+            try:
+                return _compiled()(self, values, scales, dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # there is no C compiler, say, and what operators raise is raised below
+                _give_up_kernel(error)
+        return self._floats(values, scales, dtype)
 
     def _floats(self, values: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The same by operators, so many values at a time; where torch compiles it, all, as nothing is kept between."""
@@ -135,6 +141,23 @@ class PackedForm:
                 missing = (blocks * wide - columns) * values.shape[1] // columns
                 values = functional.pad(values.view(torch.uint8), (0, missing * values.itemsize)).view(values.dtype)
         return RULES[self.rule](values, of_rows, self.dtype)[:, :columns]
+
+
+_is_kernel_possible = find_spec("triton") is not None
+
+
+def _takes_kernel(values: torch.Tensor) -> bool:
+    return values.is_cuda and _is_kernel_possible
+
+
+def _give_up_kernel(error: Exception) -> None:
+    """Dequantise by operators from now on."""
+    global _is_kernel_possible
+    _is_kernel_possible = False
+    warn(
+        f"torch cannot compile the kernel that dequantises weights ({first_line(error)}); operators do it, and a step "
+        "takes about half as long again. Triton needs a C compiler and Python's headers."
+    )
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import initialization
 from hf_fsdp_tools import ConfigError, build_meta_model
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
+from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
@@ -69,7 +71,15 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(1)
     weight = model.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(torch.cat([weight, weight]), torch.cat([weight.floats()] * 2))
+    expected = weight.floats()
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([expected] * 2))
+    # as on a GPU where nothing can be compiled
+    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: packed_weight._is_kernel_possible)
+    monkeypatch.setattr(packed_weight, "_is_kernel_possible", True)
+    monkeypatch.setattr(packed_weight, "_compiled", Mock(side_effect=RuntimeError("Failed to find C compiler.")))
+    with pytest.warns(UserWarning, match="Failed to find C compiler") as said:
+        assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(), expected)
+    assert len(said) == 1
     # Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded.
     config = QUANTIZED["fp8"][0]().config
     config.quantization_config = QUANTIZED["fp8"][2]
