@@ -263,9 +263,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set the type of states, and its config as Accelerate does, but that shards are written and read where they
         lie: Accelerate's default for shards copies all that a rank holds to the host first, on one thread."""
-        is_given = self.state_dict_config is not None
         super().set_state_dict_type(state_dict_type)
-        if self.fsdp_version == 2 and not is_given and isinstance(self.state_dict_config, ShardedStateDictConfig):
+        if self.fsdp_version == 2 and isinstance(self.state_dict_config, ShardedStateDictConfig):
             self.state_dict_config.offload_to_cpu = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hf_fsdp_tools.accelerator import side_stream_for
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.storage import watched
@@ -38,39 +38,40 @@ class ThreadedWriter(FileSystemWriter):
     def _write_data(self, planner: SavePlanner, file_queue: Any) -> Future[list[WriteResult]]:
         one = copy.copy(self)
         one.thread_count = 1
+        waiting = [file_queue.get() for _ in range(file_queue.qsize())]
+        values = (planner.resolve_data(item) for _, _, items in waiting for item in items)
+        side = side_stream_for(value for value in values if isinstance(value, torch.Tensor))
+        on_host = planner if side is None else _OnHost(planner, side, self.thread_count)
 
         def write(file: Any) -> list[WriteResult]:
             files: Queue[Any] = Queue()
             files.put(file)
-            found: list[WriteResult] = FileSystemWriter._write_data(one, _OnHost(planner), files).value()
+            found: list[WriteResult] = FileSystemWriter._write_data(one, on_host, files).value()
             return found
 
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="state") as pool:
-            written = list(pool.map(write, [file_queue.get() for _ in range(file_queue.qsize())]))
+            written = list(pool.map(write, waiting))
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for results in written for result in results])
         return done
 
 
 class _OnHost(DefaultSavePlanner):
-    """What a planner gives to one thread, copied to the host where it lies on an accelerator."""
+    """What a planner gives to threads that write, copied to the host where it lies on a device."""
 
-    def __init__(self, planner: SavePlanner) -> None:
+    def __init__(self, planner: SavePlanner, side: SideStream, threads: int) -> None:
         super().__init__()
-        self._planner = planner
-        self._to_host: ToHost | None = None
+        self._planner, self._side, self._to_host = planner, side, ToHost(side, threads=threads)
 
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
         """The data of one item of the plan."""
         data: torch.Tensor | io.BytesIO = self._planner.resolve_data(write_item)
-        side = side_stream_for([data]) if isinstance(data, torch.Tensor) else None
-        if not isinstance(data, torch.Tensor) or side is None:
+        if not isinstance(data, torch.Tensor) or not self._side.holds(data):
             return data
-        self._to_host = self._to_host or ToHost(side, threads=1)
-        copy = torch.empty(data.shape, dtype=data.dtype)
-        for part in self._to_host.parts(data.detach(), copy):
+        copied = torch.empty(data.shape, dtype=data.dtype)
+        for part in self._to_host.parts(data.detach(), copied) if data.numel() else ():
             self._to_host.copy(*part)
-        return copy
+        return copied
 
 
 class HeldWriter(ThreadedWriter):

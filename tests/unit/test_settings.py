@@ -241,6 +241,14 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
     assert stops or len(seen) == 1, "one line"
 
 
+def test_shards_of_states_are_read_and_written_where_they_lie():
+    plugin = HybridFSDPPlugin()
+    assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=False)
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert plugin.state_dict_config.offload_to_cpu, "whole tensors of rank 0 are not for its device"
+
+
 EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
 
 
