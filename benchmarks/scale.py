@@ -6,13 +6,15 @@ Rank N // 3 of torch's fake process group runs each stage alone: nothing is sent
 headers, of two layers of the shapes of DeepSeek-V3 (a dense one and one of 256 experts), Llama-3.1-405B, Qwen3-235B and
 gpt-oss-120b. From 512 ranks on, where a share is small, the rank also loads, saves its own parts and steps.
 
-CPU seconds    of each stage, with Python's garbage collector on; those of `shard_model` are torch's own
+CPU seconds    of each stage, with Python's garbage collector on
+shard          `shard_model`; plain `fully_shard` of each layer and the model
 reads          to plan them; system calls that load the rank's share; bytes that they read ÷ bytes of the share
 load           `load_weights`
 writes         to plan them; transfers of the rank's own parts in a save; to write them
 DCP            µs per chunk to check an optimizer's metadata, as N ranks save it, and of torch's own reading; chunks
 stream         to plan what goes to rank 0; boxes that this rank sends of it
 Muon           to plan a step; matrices that this rank owns; its own work in a step, without Newton-Schulz
+memory         MB at the highest point above the model on meta, with the shards and gradients of ranks that load
 """
 
 import argparse
@@ -38,6 +40,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -50,12 +53,13 @@ from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, STAGING_BYTES, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, reads_of
 from hf_fsdp_tools.loading.match import match_checkpoint
+from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.routes import plan_buckets
 
-COLUMNS = ("open", "plan", "shard", "match", "reads", "load", "layout", "writes", "stream", "Muon", "DCP")
+COLUMNS = ("open", "plan", "shard", "match", "reads", "load", "layout", "writes", "stream", "Muon", "DCP", "memory")
 MODELS = {
     "DeepSeek-V3": lambda: DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=1, dtype="bfloat16"),
     "Llama-3.1-405B": lambda: LlamaConfig(num_hidden_layers=2, hidden_size=16384, intermediate_size=53248,
@@ -114,13 +118,17 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
     checkpoint = timed("open", lambda: ours.open_checkpoint(folder))
     model = ours.build_meta_model(checkpoint.config, dtype=torch.bfloat16)
     plan = timed("plan", lambda: ours.make_wrap_plan(model))
-    timed("shard", lambda: ours.shard_model(model, plan, mesh=init_device_mesh("cpu", (ranks,))))
+    watch, mesh = MemoryWatch(), init_device_mesh("cpu", (ranks,))
+    timed("shard", lambda: ours.shard_model(model, plan, mesh=mesh))
+    plain = ours.build_meta_model(checkpoint.config, dtype=torch.bfloat16)
+    timed("shard", lambda: [fully_shard(part, mesh=mesh) for part in (*plain.model.layers, plain)])
     match = timed("match", lambda: match_checkpoint(model, checkpoint.index))
     allocate(model, device=torch.device("cpu"), dtype=None)
 
     def reads() -> tuple[int, int, int]:
-        places, _, _, share = _share_of(persistent_tensors(model), match.index, match.loaded, {})
-        transfers, _ = reads_of(places, match.index)
+        places, bands, _, _, share = _share_of(persistent_tensors(model), match.index, match.loaded, {})
+        neighbours = (place for band in bands if band for place in band.begin(ranks // 3)[0])
+        transfers, _ = reads_of([*places, *neighbours], match.index)
         limits = Limits(request_bytes=2**23, buffer_bytes=2**25, host_gap_bytes=MAX_GAP_BYTES, device_gap_bytes=0)
         requests = [
             r for batch in cut_batches(transfers, limits, on_device=lambda memory: False) for r in batch.requests
@@ -157,6 +165,7 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
         timed("DCP", lambda: check_dcp(Path(saved)), chunks)
         timed("DCP", FileSystemReader(saved).read_metadata, chunks)
     row["DCP"].append(f"{chunks:,}")
+    row["memory"].append(f"{watch.above(0) / 1e6:,.0f}")
     return {column: "; ".join(cells) for column, cells in row.items()}
 
 

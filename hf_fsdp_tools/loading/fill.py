@@ -1,8 +1,10 @@
-"""Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
+"""Fill this rank's shards of an allocated model: read, also with neighbours, convert, pack, and under HSDP receive from
+the first replica."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -14,13 +16,14 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import keep_part, local_boxes_of, local_parts, local_tensor, replicated_axes
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import check_order, dequantize
+from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize
 from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
@@ -66,7 +69,7 @@ def fill_shards(
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
-            places, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
+            places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
             packed = shares_of(weights_4bit, state, index) if weights_4bit else []
@@ -77,6 +80,7 @@ def fill_shards(
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
             to_read += text_bytes + sum(share.num_bytes for share in packed)
+            to_read += sum(band.num_bytes for band in bands if band)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -91,6 +95,9 @@ def fill_shards(
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
             if weights_4bit:
                 stats += read_texts(weights_4bit, state, index, reader)
+        if bands:
+            with agreed(doing):
+                stats += _read_bands(filter(None, bands), index, reader, staging_bytes=staging_bytes)
         if packed:
             stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, received)
@@ -108,12 +115,14 @@ def _share_of(
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
     groups: Mapping[str, ConversionGroup],
-) -> tuple[list[Place], list[ConversionGroup], list[str], int]:
-    """What this rank fills: places in its shards, conversions that need whole tensors, and keys of what replicas get.
+) -> tuple[list[Place], list[Band | None], list[ConversionGroup], list[str], int]:
+    """What this rank fills: places in its shards, shards that neighbours fill together (None: another replica does),
+    conversions that need whole tensors, and keys of what replicas get.
 
     Last the bytes of its shards, in stored dtypes. The keys are equal on all ranks of a replica group.
     """
     places: list[Place] = []
+    bands: list[Band | None] = []
     opaque: dict[str, ConversionGroup] = {}
     received: list[str] = []
     num_bytes = 0
@@ -124,13 +133,34 @@ def _share_of(
         axes = replicated_axes(state[key])
         if axes:
             received.append(key)
-        if any(coordinate for _, coordinate in axes):
-            continue  # another replica reads it
-        if tensor.pieces is None:
+        is_read = not any(coordinate for _, coordinate in axes)  # else by another replica
+        if (band := band_of(state[key], tensor, stored_size)) is not None:
+            bands.append(band if is_read else None)
+        elif not is_read:
+            continue
+        elif tensor.pieces is None:
             opaque[groups[key].target] = groups[key]
         else:
             places += [(memory, tensor, box) for box, memory in parts]
-    return places, list(opaque.values()), received, num_bytes
+    return places, bands, list(opaque.values()), received, num_bytes
+
+
+def _read_bands(bands: Iterable[Band], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Read what neighbours need of thin shards, some at a time, and exchange it. An error is raised at the end: until
+    then the neighbours wait for what this rank sends."""
+    stats, error, rank = TransferStats(), None, rank_and_size()[0]
+    for some in batches(bands, staging_bytes // 2, lambda band: band.memory.nbytes):  # files take the other half
+        read, moves = zip(*(band.begin(rank) for band in some), strict=True)
+        try:
+            if error is None:
+                stats += read_into(chain(*read), index, reader, staging_bytes=staging_bytes)
+        except Exception as failed:
+            error = failed
+        for work in dist.batch_isend_irecv(list(chain(*moves))):
+            work.wait()
+    if error is not None:
+        raise error
+    return stats
 
 
 def _convert_whole(

@@ -65,8 +65,9 @@ def load_weights(
 
     The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
     initialisation for tensors that are in no file. Where a conversion only moves data, a rank reads the byte ranges
-    of its shard. Any other conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP
-    the first replica reads, and each shard is broadcast to the others.
+    of its shard; where these are short (`loading.bands`), up to eight ranks read together and exchange them. Any other
+    conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP the first replica reads,
+    and each shard is broadcast to the others.
 
     Weights that are stored in fine-grained FP8 (and 4 bits beside it), MXFP4, GPTQ, AWQ or 8 bits of compressed-tensors
     are dequantised while they are read, as by transformers' `dequantize=True`, a bounded number at a time; one line on
@@ -102,8 +103,8 @@ def load_weights(
 
     Every rank of the default process group must call, with equal arguments but for `path_or_repo`,
     `requests_in_flight`, `progress` and how to fetch; without a group, one process loads all. The ranks exchange
-    errors, digests of the arguments and of the checkpoint, and the seed; under HSDP also shards. Where storage does not
-    answer, a warning names file and position after 30 s.
+    errors, digests of the arguments and of the checkpoint, and the seed; thin shards and those of HSDP too. Where
+    storage does not answer, a warning names file and position after 30 s.
 
     A load that fails can be tried again. Tensors that were on meta are on meta again and their memory is free;
     floating-point tensors that had storage before become NaN if reading had begun.

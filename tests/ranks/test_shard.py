@@ -6,7 +6,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,19 +16,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import diagnose, from_pretrained, load_weights, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, MeshError, WrapPlanError
+from hf_fsdp_tools.loading import bands, fill
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from tests._checkpoints import full, make_checkpoint, make_model, tiny_config
+from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import train
 
@@ -287,7 +289,8 @@ def load_train_and_save(folder, to, replicas):
     model.config._experts_implementation = "eager"  # the grouped matrix product refuses these awkward sizes
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     plain.config._experts_implementation = "eager"
-    assert model.model.layers[0].mlp.experts.gate_up_proj.placements[-1] == Shard(2)  # of (4, 134, 48)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.placements[-1] == Shard(2) and experts.down_proj.placements[-1] == Shard(1)
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert here < 1.2 / mesh.size(-1) * sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in model.named_parameters():
@@ -303,15 +306,31 @@ def load_train_and_save(folder, to, replicas):
     saved = from_pretrained(to, mesh=mesh, attn_implementation="eager")
     for name, parameter in saved.named_parameters():
         assert torch.equal(full(parameter), full(model.get_parameter(name))), name
+    neighbours_read_half_each(saved, to)
     return text
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(6, 2, marks=pytest.mark.nightly)])
+def neighbours_read_half_each(model: nn.Module, folder) -> None:
+    """Of 6 experts, two ranks read 3 each with the rows of both; what one of them cannot read stops all."""
+    together = load_weights(model, folder)
+    with replaced(bands, LEAST_RUN=0):
+        alone = load_weights(model, folder)
+    is_reader = dist.get_rank() < model.model.norm.weight.device_mesh.size(-1)  # of the first replica
+    assert together.share_bytes == alone.share_bytes and (together.bytes_read < alone.bytes_read) == is_reader
+    failing = Mock(side_effect=CheckpointError("a bad disk"))
+    with replaced(fill, read_into=failing if dist.get_rank() == 1 else fill.read_into):
+        message = refusal(lambda: load_weights(model, folder, staging_bytes=2**20))
+    assert "a bad disk" in message and len(set(all_ranks(message))) == 1
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.nightly)])
 def test_experts_on_more_ranks_than_experts_divide_by(folders, tmp_path, ranks, replicas):
-    """4 experts on 3 ranks: 2, 2 and 0 of them, padded by a half, were dimension 0 split."""
-    folder = folders["mixtral"]
+    """6 experts on 4 ranks: 2, 2, 2 and 0 of them, padded by a third, were dimension 0 split."""
+    folder = tmp_path / "model"
+    config = AutoConfig.from_pretrained(folders["mixtral"], num_local_experts=6)
+    randomize(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
     texts = run_ranks(load_train_and_save, ranks, folder, tmp_path / "saved", replicas)
-    line = "split along dimension 2, having too few rows for 3 ranks: model.layers.{0..1}.mlp.experts.gate_up_proj"
+    line = "split along dimension 2, having too few rows for 4 ranks: model.layers.{0..1}.mlp.experts.gate_up_proj"
     assert all(line in text for text in texts)
     shapes = {k: t.shape for f in tmp_path.rglob("*.safetensors") for k, t in load_file(f).items()}
     assert shapes == {k: t.shape for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}

@@ -13,14 +13,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.distributed.shards import Box, as_dtensor
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools.loading.bands import band_of
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
+from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, transfer_of, views_into
 from hf_fsdp_tools.loading.regions import Piece, View, slice_view
+from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.streaming import routes
 from hf_fsdp_tools.streaming.exchange import Exchange
 from hf_fsdp_tools.streaming.held import Part
@@ -127,3 +131,27 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(dim: int) -> None:
     with patch.object(dist, "batch_isend_irecv", return_value=[]) as sent:
         Exchange(bucket.arrivals, parts, torch.device("cpu"))
     assert len(sent.call_args.args[0]) == 1, "one message to the rank that gets them"
+
+
+def test_neighbours_read_long_runs_of_thin_shards(tmp_path: Path) -> None:
+    """Qwen3-235B's down projections on 512 ranks: 128 runs of 24 KB for each; eight together read 16 of 197 KB each."""
+    fake_ranks(ranks := 512, rank=171)
+    mesh, shape = init_device_mesh("cpu", (ranks,)), (128, 4096, 1536)
+    part = torch.empty(128, 4096 // ranks, 1536, dtype=torch.bfloat16)
+    weight = as_dtensor(part, DTensor.from_local(part.to("meta"), mesh, [Shard(1)], run_check=False))
+    file = StoredTensor(
+        key="w", file=tmp_path, dtype=torch.bfloat16, shape=shape, offset=0, num_bytes=part.nbytes * ranks
+    )
+    band = band_of(weight, stored := PieceTensor.named("w", shape, torch.bfloat16), 2)
+    assert band is not None and band.ranks == tuple(range(168, 176))
+    places, moves = band.begin(171)
+    assert len(moves) == 14 and sum(memory.numel() for memory, *_ in places) == part.numel()
+    reads = [
+        transfer_of(file, view, to) for memory, _, box in places for _, view, to in views_into(memory, stored, box)
+    ]
+    limits = Limits(request_bytes=2**23, buffer_bytes=2**23, host_gap_bytes=0, device_gap_bytes=0)
+    batches = list(cut_batches(reads, limits, on_device=lambda memory: False))
+    assert len(batches) == 16 and sum(batch.num_bytes for batch in batches) == part.nbytes
+    wide = torch.empty(128, 4096 // 8, 1536, dtype=torch.bfloat16, device="meta")
+    fine = DTensor.from_local(wide, init_device_mesh("cpu", (64, 8)), [Replicate(), Shard(1)], run_check=False)
+    assert band_of(fine, stored, 2) is None, "a run of 1.5 MB"
