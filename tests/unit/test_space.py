@@ -1,0 +1,79 @@
+"""The page for people who do not install: its answers, and a click on it in a browser."""
+
+import importlib.util
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests._checkpoints import make_model
+
+FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "space"
+ASKED = ("h100-80gb", "8", "64", "1", "LoRA", True)
+HAS_BROWSER = all(map(importlib.util.find_spec, ("gradio", "selenium"))) and shutil.which("chromedriver") is not None
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delitem(sys.modules, "app", raising=False)
+    import app
+
+    return app
+
+
+@pytest.fixture
+def config() -> str:
+    made = make_model("llama").config
+    return json.dumps(made.to_dict() | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096})
+
+
+def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
+    said, rows, command = app.answer("", config, "h200-141gb", "2", "64", "1k", "all weights, 8-bit AdamW in bf16", False)
+    assert said.startswith("### fits: ") and " tokens/s** on each GPU in a tuned loop (" in said
+    assert rows[0][1] >= rows[-1][1] > 0 and {"CUDA context", "activations"} <= {part for part, _ in rows}
+    words = "hf-fsdp config config.json --gpu h200-141gb --num-processes 2 --max-length 64 --optimizer adamw_8bit"
+    assert command == f"{words} --master-dtype bf16 --output run.yaml"
+    assert app.answer("", config, "rtx-4090", "1", "64", "9999999", "LoRA", False)[0].startswith("### does not fit: ")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "gpus", "message"),
+    [
+        ("me/gated", "", "8", "### No checkpoint 'me/gated': "),
+        ("", '{"hidden_size": 64}', "8", '### This config.json has no "model_type"'),
+        ("", "{", "8", "### This is no config.json: "),
+        ("me and you", "", "8", "### Give a model's name on the hub"),
+        ("me/it", "", "eight", "### GPUs: 'eight' is no whole number above 0."),
+    ],
+)
+def test_a_mistake_is_one_line(app, monkeypatch, model: str, config: str, gpus: str, message: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said, rows, command = app.answer(model, config, "h100-80gb", gpus, "64", "1", "LoRA", True)
+    assert said.startswith(message) and "\n" not in said and rows == [] and command == ""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not HAS_BROWSER, reason="gradio, selenium or chromedriver is not installed")
+def test_a_click_shows_the_answer_in_a_browser(app, config: str, tmp_path: Path) -> None:
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+
+    _, url, _ = app.page().launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
+    options = webdriver.ChromeOptions()
+    for word in ("--headless=new", "--no-sandbox", "--window-size=1200,1100"):
+        options.add_argument(word)
+    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
+        browser.implicitly_wait(30)
+        browser.get(url)
+        browser.find_element(By.CSS_SELECTOR, "textarea[placeholder='{ … }']").send_keys(config)
+        browser.find_element(By.XPATH, "//button[text()='Estimate']").click()
+        body = browser.find_element(By.TAG_NAME, "body")
+        until = time.monotonic() + 60
+        while "are spare" not in body.text and time.monotonic() < until:
+            time.sleep(0.2)
+        browser.save_screenshot(tmp_path / "page.png")
+        assert "tokens/s on each GPU" in body.text and "hf-fsdp config config.json" in body.text
