@@ -32,7 +32,8 @@ def config() -> str:
 
 
 def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
-    said, rows, command = app.answer("", config, "h200-141gb", "2", "64", "1k", "all weights, 8-bit AdamW in bf16", False)
+    method = "all weights, 8-bit AdamW in bf16"
+    said, rows, command = app.answer("", config, "h200-141gb", "2", "64", "1k", method, False)
     assert said.startswith("### fits: ") and " tokens/s** on each GPU in a tuned loop (" in said
     assert rows[0][1] >= rows[-1][1] > 0 and {"CUDA context", "activations"} <= {part for part, _ in rows}
     words = "hf-fsdp config config.json --gpu h200-141gb --num-processes 2 --max-length 64 --optimizer adamw_8bit"
