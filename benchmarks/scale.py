@@ -6,8 +6,7 @@ Rank N // 3 of torch's fake process group runs each stage alone: nothing is sent
 headers, of two layers of the shapes of DeepSeek-V3 (a dense one and one of 256 experts), Llama-3.1-405B, Qwen3-235B and
 gpt-oss-120b. From 512 ranks on, where a share is small, the rank also loads, saves its own parts and steps.
 
-CPU seconds    of each stage, with Python's garbage collector on
-shard          `shard_model`; plain `fully_shard` of each layer and the model
+CPU seconds    of each stage, with Python's garbage collector on; of `shard_model` and of plain `fully_shard`
 reads          to plan them; system calls that load the rank's share; bytes that they read ÷ bytes of the share
 load           `load_weights`
 writes         to plan them; transfers of the rank's own parts in a save; to write them
@@ -127,18 +126,16 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
 
     def reads() -> tuple[int, int, int]:
         places, bands, _, _, share = _share_of(persistent_tensors(model), match.index, match.loaded, {})
-        neighbours = (place for band in bands if band for place in band.begin(ranks // 3)[0])
-        transfers, _ = reads_of([*places, *neighbours], match.index)
+        places += (place for band in bands if band for place in band.begin(ranks // 3)[0])
+        transfers, _ = reads_of(places, match.index)
         limits = Limits(request_bytes=2**23, buffer_bytes=2**25, host_gap_bytes=MAX_GAP_BYTES, device_gap_bytes=0)
-        requests = [
-            r for batch in cut_batches(transfers, limits, on_device=lambda memory: False) for r in batch.requests
-        ]
-        return len(requests), sum(request.stop - request.start for request in requests), share
+        batches = cut_batches(transfers, limits, on_device=lambda memory: False)
+        sizes = [request.stop - request.start for batch in batches for request in batch.requests]
+        return len(sizes), sum(sizes), share
 
     calls, read, share = timed("reads", reads)
     row["reads"] += [f"{calls:,}", f"{read / max(1, share):.2f} ×"]
     layout = timed("layout", lambda: plan_layout(model, None, "5GB"))
-
     state = saved_tensors(model)
     own = lambda: shares(part for _, parts in parts_of(layout.places, state) for part in parts)  # noqa: E731
     writes = [replace(each, file=folder / each.file) for each in timed("writes", lambda: layout.transfers(own()))]
@@ -146,20 +143,17 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
     if is_whole := ranks >= 512:
         timed("load", lambda: ours.load_weights(model, checkpoint.index, progress=False))
         timed("writes", lambda: write_transfers(writes, staging_bytes=STAGING_BYTES))  # zeros into the same holes
-    weights = ours.live_weights(model)
-    spread = weights.spread()
+    spread = (weights := ours.live_weights(model)).spread()
     whole = {key: (Box.whole(each.symbol.shape), each.element) for key, each in weights.tensors.items()}
     buckets = timed("stream", lambda: plan_buckets((0,), whole, spread, ranks, 2**34))
     muon = ours.Muon(model)
-    owned = timed("Muon", muon.ownership)
-    row["Muon"].append(f"{sum(m.owner == ranks // 3 for m in owned.matrices):,}")
+    row["Muon"].append(f"{sum(m.owner == ranks // 3 for m in timed('Muon', muon.ownership).matrices):,}")
     if is_whole:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda update, *options: update):
             timed("Muon", muon.step)
-    sent = sum(len(list(each.parts(ranks // 3))) for bucket in buckets for each in bucket.arrivals)
-    row["stream"].append(f"{sent:,}")
+    row["stream"].append(f"{sum(len(list(a.parts(ranks // 3))) for bucket in buckets for a in bucket.arrivals):,}")
     with tempfile.TemporaryDirectory() as saved:
         chunks = write_metadata(model, ranks, Path(saved))
         timed("DCP", lambda: check_dcp(Path(saved)), chunks)
@@ -180,7 +174,7 @@ def main() -> None:
     if args.alone:
         print(json.dumps(one_rank(args.models[0], args.ranks[0], args.folder / args.models[0])))
         return
-    rows: list[dict[str, str]] = []
+    rows = list[dict[str, str]]()
     for name in args.models:
         make_sparse(name, args.folder / name)
         for ranks in args.ranks:  # a process has one group
@@ -189,9 +183,9 @@ def main() -> None:
             rows.append(json.loads(run.stdout.splitlines()[-1]))
             print(rows[-1], flush=True)
     facts = about("benchmarks/scale.py", "cpu")
-    head = "# The work of one rank of N", "What each column means is said at the top of `benchmarks/scale.py`."
+    head = "# The work of one rank of N\n\nWhat each column means is said at the top of `benchmarks/scale.py`."
     table = "\n".join(table_of(list(rows[0]), [list(row.values()) for row in rows]))
-    page = "\n\n".join([*head, facts["where"], f"`{facts['command']}`", table])
+    page = "\n\n".join([head, facts["where"], f"`{facts['command']}`", table])
     print(page)
     if args.out:
         args.out.write_text(page + "\n")
