@@ -1,6 +1,6 @@
 """Mistakes that would end a run only after its model is loaded, found before, and rows that train nothing."""
 
-import os
+import tempfile
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -41,13 +41,8 @@ def check_before_loading(
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a causal language model is to be trained, and this one generates no text, or has an encoder
-            besides; a sequence may be longer than the model has positions; the model has no row for a token; a chat
-            template is needed and absent; parts of a row are text and others turns of a chat; `--lora_target_modules`
-            match nothing, or PEFT cannot adapt them; bitsandbytes cannot compute on this device; `--padding_free` would
-            leave rows uncut; the optimizer cannot step shards, or its package is absent; the output folder cannot be
-            written; there is nothing to resume from, or another run's checkpoints lie in the output folder. On every
-            rank alike.
+        ConfigError: this kind of training, adapter or optimizer does not fit the model, its positions, its tokens or
+            this device; rows do not fit the options; or the output folder cannot be used. On every rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -117,29 +112,22 @@ def _check_generates(config: Any, training: Any, name: str) -> None:
 
 def _check_output(training: Any) -> None:
     """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
-    folder = Path(training.output_dir)
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        reason = "may not be written to" if above.is_dir() else "is a file"
-        raise ConfigError(f"--output_dir {folder}: {above} {reason}. Give a folder that you may write to.")
-    resume = training.resume_from_checkpoint
+    folder, resume = Path(training.output_dir), training.resume_from_checkpoint
     checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
     if resume is True and not checkpoints:
-        raise ConfigError(
-            f"--resume_from_checkpoint true: {folder} holds no checkpoint. Give the --output_dir of the run that is to "
-            "go on."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be made: {error.strerror}. Give another folder.") from error
+        raise ConfigError(f"--resume_from_checkpoint true: --output_dir {folder} holds no checkpoint. Give that run's.")
     if not resume and checkpoints:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in checkpoints], 2)}). Go on with "
             "it by --resume_from_checkpoint true, give another --output_dir, or move them away."
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--output_dir {folder}: {error.strerror}. Give a folder that you may write to.") from error
 
 
 _NEED_WHOLE_GRADIENTS = ("galore", "apollo", "lomo", "adalomo")
@@ -157,46 +145,43 @@ def _check_optimizer(training: Any) -> None:
     if name.startswith(_NEED_WHOLE_GRADIENTS):
         raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
     try:
-        kind, _ = Trainer.get_optimizer_cls_and_kwargs(training)
+        check_kind(Trainer.get_optimizer_cls_and_kwargs(training)[0])
     except (ImportError, ValueError) as error:
         raise ConfigError(f"--optim {name}: {first_line(error)}.") from error
-    try:
-        check_kind(kind)
-    except ConfigError as error:
-        raise ConfigError(f"--optim {name}: {error}") from None
 
 
 def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
     written = getattr(training, "max_completion_length", None) or 0
-    if isinstance(positions, int) and 0 < positions <= written:
+    has = f"{name} has {{}} positions (max_position_embeddings of its config)"
+    if positions <= written:
         raise ConfigError(
-            f"--max_completion_length {written}: {name} has {positions} positions (max_position_embeddings of its "
-            f"config), and prompts need some of them. Use --max_completion_length {positions // 2}."
+            f"--max_completion_length {written}: {has.format(positions)}, and prompts need some of them. Use "
+            f"--max_completion_length {positions // 2}."
         )
-    if not isinstance(positions, int) or positions <= 0 or length is None:
+    if length is None:
         return
     if auto_class is not None and length + (getattr(text_config(config), "pad_token_id", None) or 0) >= positions:
-        positions -= _rows_before_positions(_on_meta(config, model_args, training, auto_class))
+        # RoBERTa and its kind count from behind the row of padding
+        modules = _on_meta(config, model_args, training, auto_class).named_modules()
+        tables = [
+            getattr(module, "padding_idx", None) for key, module in modules if key.endswith(".position_embeddings")
+        ]
+        positions -= next((padding + 1 for padding in tables if padding is not None), 0)
     if length <= positions:
         return
     if length != model_args.default_max_length:
         raise ConfigError(
-            f"--max_length {length}: {name} has {positions} positions (max_position_embeddings of its config). Use "
-            f"--max_length {positions}, or a model for longer sequences."
+            f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}, or a model for longer "
+            "sequences."
         )
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
-
-
-def _rows_before_positions(model: Any) -> int:
-    """Rows of the table of positions that stand for none: RoBERTa and its kind count from behind that of padding."""
-    tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
-    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
-    return 0 if padding is None else int(padding) + 1
 
 
 # ---- what is trained on ----
@@ -209,32 +194,25 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     from trl.chat_template_utils import has_generation_markers
 
     row = next(iter(train))
-    is_chat = is_conversational(row)
+    is_chat, have = is_conversational(row), f"the rows have {listed(sorted(row))}"
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    of_completion, of_assistant = (getattr(training, f"{part}_only_loss", None) for part in ("completion", "assistant"))
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(
             f"The rows are chats ({listed(sorted(row))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
-    words = getattr(tokenizer, "tokenizer", tokenizer)
     for option in ("eos_token", "pad_token"):
         if (token := getattr(training, option, None)) is not None and token not in words.get_vocab():
-            raise ConfigError(
-                f"--{option} {token}: the tokenizer has no such token{did_you_mean(token, words.all_special_tokens)}"
-            )
-    if getattr(training, "completion_only_loss", None) and not {"prompt", "completion"} <= row.keys():
-        raise ConfigError(
-            f"--completion_only_loss needs `prompt` and `completion`, and the rows have {listed(sorted(row))}. "
-            "Leave it out, or use --assistant_only_loss with chats."
-        )
-    if getattr(training, "assistant_only_loss", False):
-        if not is_chat:
-            raise ConfigError(
-                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(row))}. Leave "
-                "it out, or use `prompt` and `completion`, of which the completion alone counts."
-            )
+            near = did_you_mean(token, words.all_special_tokens)
+            raise ConfigError(f"--{option} {token}: the tokenizer has no such token{near}")
+    if of_completion and not {"prompt", "completion"} <= row.keys():
+        raise ConfigError(f"--completion_only_loss needs `prompt` and `completion`, and {have}. Leave it out.")
+    if of_assistant and not is_chat:
+        raise ConfigError(f"--assistant_only_loss needs chats (`messages`), and {have}. Leave it out.")
+    if of_assistant and not has_generation_markers(tokenizer.chat_template):
         try:
-            if not has_generation_markers(tokenizer.chat_template):
-                get_training_chat_template(tokenizer)
+            get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "

@@ -261,7 +261,7 @@ def make_demo_model(
 ) -> Path:
     """Make a checkpoint folder of a small model with random weights and a tokenizer or processor, on one rank.
 
-    The kind is "model" (a Llama), "teacher" (a wider one that is sure of which token follows), "vision_model" (a LLaVA,
+    The kind is "model" (a Llama), "teacher" (a wider one that is sure of what follows), "vision_model" (a LLaVA,
     of which the tokenizer is given) or "seq2seq_model" (a T5). The same arguments under the same Python and libraries
     give the same bytes. A folder that is there is kept.
     """
@@ -323,7 +323,8 @@ def make_demo_model(
         torch.manual_seed(0)
         kind_of_model = getattr(transformers, name)
         model = kind_of_model(kind_of_model.config_class(**config))
-        if kind == "teacher":
+        if kind == "teacher":  # it prefers some tokens, and others after some
+            model.model.embed_tokens.weight.data.add_(0.02)
             model.lm_head.weight.data.mul_(10)
         # Where ranks run, transformers' own writes on rank 0 alone: not on a second machine with its own disk.
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
