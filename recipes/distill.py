@@ -1,8 +1,8 @@
 r"""Distil a causal language model under FSDP2: a student writes, and learns what its teacher would have written.
 
-Nothing to download: a small Llama learns from a wider one that knows which token follows which in CPython's own
-documentation. On two CPU processes the evaluation loss, the divergence of the two on what the student writes, falls
-from 3.7 to below 1.6 in two minutes (`hf-fsdp distill`). Models of your own on one GPU with LoRA, and on eight GPUs:
+Nothing to download: a small Llama learns to go on with texts as a wider one does, which is random too but sure of what
+follows. On two CPU processes the evaluation loss, the divergence of the two on what the student writes, falls from 3.4
+to below 0.4 in two minutes (`hf-fsdp distill`). Models of your own on one GPU with LoRA, and on eight GPUs:
 
     python recipes/distill.py --model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-8B \
         --dataset_name trl-lib/tldr --use_peft --bf16 --per_device_train_batch_size 4

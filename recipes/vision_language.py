@@ -81,7 +81,6 @@ def main() -> Trainer:
 
     # 4. Train; images are processed batch by batch
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
-    scripting.images_in_each_batch(trainer, data)
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it

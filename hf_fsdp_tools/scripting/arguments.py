@@ -86,8 +86,8 @@ _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmu
 _OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
 
 _EARLY_STOP = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_strategy": "best"}
-_EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05}
-"""What early stopping needs of the Trainer."""
+_EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05, "restore_callback_states_from_checkpoint": True}
+"""What early stopping needs of the Trainer; a resumed run goes on counting."""
 
 
 def parse_arguments(

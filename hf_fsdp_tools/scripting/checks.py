@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
@@ -266,19 +266,14 @@ def _check_targets(model: Any, model_args: Any) -> None:
         adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
         reason = first_line(error).split(". ")[0]
-        if "lora_dropout" in reason:
-            raise ConfigError(
-                f"--lora_dropout {adapter.lora_dropout:g}: the experts of {type(model).__name__} are no linear layers, "
-                "and PEFT has no dropout for other adapters. Use --lora_dropout 0, or leave the experts out of "
-                "--lora_target_modules."
-            ) from error
         names = listed(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear), 12)
         cure = "; or use all-linear" if model_args.lora_target_modules != "all-linear" else ". Name some of them"
+        if "lora_dropout" in reason:  # PEFT has none for experts that are no linear layers
+            cure += ", or use --lora_dropout 0"
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
-    head = adapted.get_output_embeddings()
-    if isinstance(head, BaseTunerLayer):
+    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(
             "--lora_target_modules: an adapter on the head would not be trained, for the loss reads the head's weight "
             "alone. Leave lm_head out, or train all of it with --lora_modules_to_save lm_head."
@@ -290,14 +285,10 @@ def _check_4bit(model_args: Any, training: Any) -> None:
     from bitsandbytes.nn import Linear4bit
 
     device = torch.device("cpu") if training.use_cpu else training.device
-    try:
+    fact, cure = f"--load_in_4bit: bitsandbytes cannot compute on this {device.type}", "Leave --load_in_4bit out."
+    with library_errors(fact, cure, ConfigError):
         layer = Linear4bit(64, 64, quant_type=model_args.bnb_4bit_quant_type, compute_dtype=torch.float32).to(device)
         layer(torch.ones(1, 64, device=device))
-    except Exception as error:
-        raise ConfigError(
-            f"--load_in_4bit: bitsandbytes cannot compute with 4-bit weights on this {device.type}: "
-            f"{first_line(error)}. Use --use_peft without --load_in_4bit, or a GPU that it knows."
-        ) from error
 
 
 # ---- packed rows ----
@@ -313,9 +304,9 @@ models that leak by 0.02 to 6 (measured over 60 architectures)."""
 def check_documents_apart(trainer: Any) -> None:
     """Refuse a model whose logits for a document depend on the document before it in a packed row.
 
-    The trainer's own collator packs two documents twice, with another first document the second time, and the model
-    runs forward on both. Some architectures make their attention mask without regard to positions (GPT-OSS, OPT,
-    Falcon), and recurrent ones carry their state on (Mamba): reading their code does not tell all of them.
+    The trainer's own collator packs two documents twice, with another first document the second time. Some
+    architectures make their mask without regard to positions (GPT-OSS, OPT, Falcon), and recurrent ones carry their
+    state on (Mamba), which their code does not always tell.
 
     Every rank must call: the forward passes gather the units. All ranks compute the same.
     """

@@ -48,20 +48,15 @@ _SIDE, _PATCH = 32, 8
 _SHAPES, _COLOURS = ("circle", "square", "triangle"), ("red", "green", "blue", "black")
 
 _CHAT_TEMPLATE = (
+    "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endmacro %}"
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ text(message['content']) + eos_token }}"
+    "{% endgeneration %}"
+    "{% else %}{{ text(message['content']) + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""Template whose `generation` marks let trainers compute the loss on the assistant's words alone."""
-
-_VISION_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{{ eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-"""Chat template for contents of several parts."""
+"""Template for texts and parts, whose `generation` marks let trainers compute the loss on the assistant's words."""
 
 
 def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
@@ -287,7 +282,7 @@ def make_demo_model(
             patch_size=_PATCH,
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
-            chat_template=_VISION_TEMPLATE,
+            chat_template=_CHAT_TEMPLATE,
         )
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config: dict[str, Any] = {
@@ -355,26 +350,19 @@ def _folder_made_at_once(folder: Path) -> Iterator[Path]:
 
 def train_demo_tokenizer(*, vocab_size: int, max_length: int) -> Any:
     """A byte-level BPE tokenizer, trained on the demo text, that puts the begin token in front of each text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import ByteLevelBPETokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    core = ByteLevelBPETokenizer()
     texts = (passage for number, (_, passage) in enumerate(demo_passages()) if number % _EVAL_EVERY)
-    core.train_from_iterator(texts, trainer)
+    options = {"min_frequency": 0, "special_tokens": special, "show_progress": False}
+    core.train_from_iterator(texts, vocab_size, **options)
     core.post_processor = processors.TemplateProcessing(
         single=f"{special[1]} $A", pair=f"{special[1]} $A $B", special_tokens=[(special[1], 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=core._tokenizer,
         pad_token=special[0],
         bos_token=special[1],
         eos_token=special[2],

@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from pyarrow import feather, parquet
-from transformers import AutoTokenizer, TrainerControl, TrainerState
+from transformers import AutoTokenizer
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools import scripting
@@ -148,6 +148,7 @@ def test_options_of_the_command_line_of_a_file_and_of_the_demo(tmp_path, monkeyp
     assert parsed(monkeypatch, "--gradient_checkpointing", "true")[1].gradient_checkpointing
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
+    assert training.restore_callback_states_from_checkpoint, "a resumed run goes on counting"
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments._check_reports", lambda *_: None)
     _, training, _ = parsed(monkeypatch, "--report_to", "tensorboard,wandb", "--max_steps", "2")
     assert training.report_to == ["tensorboard", "wandb"] and training.logging_steps == 2, "a loss is shown"
@@ -187,20 +188,20 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     [
         ("empty.jsonl", [], "empty.jsonl is empty"),
         ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
-        ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
+        ("one.jsonl", [{"text": "a"}], "1 row, and evaluation needs its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
-        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: line 1: the column `text` must hold text, and is 7"),
+        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: row 1: the column `text` must hold text, and is 7"),
         ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and"),
         ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
-        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "line 4 has .* no `completion`"),
-        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: line 10: the column `text` must hold text, and is"),
-        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "line 41: .* and one has `role`, `text`"),
+        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "row 4 has .* no `completion`"),
+        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: row 10: the column `text` must hold text, and is"),
+        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "row 41: .* and one has `role`, `text`"),
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
-        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "line 2: .* text in"),
+        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "row 2: .* text in"),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
@@ -313,7 +314,7 @@ def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(
     with pytest.raises(ConfigError, match="no column in common"):
         splits(f"{alpaca},{chats}")
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
-    with pytest.raises(ConfigError, match=r"cannot be mixed: `completion`, `prompt` have other types"):
+    with pytest.raises(ConfigError, match=r"cannot be mixed: some of `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
     one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
     wanted = [{"images", "messages"}, {"image", "messages"}]
@@ -356,7 +357,7 @@ def test_columns_of_other_names_get_those_of_the_recipe(streaming, tmp_path, mon
         ({"text": "bodi"}, r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body"),
         ({"text": "a.enn"}, r"a.enn: rows.jsonl has no such column: did you mean a.en\? It has a, a.en, body, q, t"),
         ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
-        ({"text": "body"}, r"body: rows.jsonl has another column `text`, .* or give --dataset_text_field instead"),
+        ({"text": "body"}, r"body: rows.jsonl has another column `text`. Rename or give --dataset_text_field instead"),
         ({"prompt": "q", "completion": "q"}, "--prompt_column q: another option names this column too"),
         ({}, r"Needed: `text`; or .* Rename one, or name yours: --\w+_column, "),
     ],
@@ -453,7 +454,9 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     check(model, CHAT, model_options=adapter)
     error = NotImplementedError("no kernel for this device")  # as torch does
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", Mock(side_effect=error))
-    with pytest.raises(ConfigError, match=r"4-bit weights on this cpu: no kernel for this device. Use --use_peft with"):
+    with pytest.raises(
+        ConfigError, match=r"cannot compute on this cpu: NotImplementedError: no kernel for this device. Leave"
+    ):
         check(model, CHAT, model_options=adapter)
 
 
@@ -513,22 +516,6 @@ def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"uses <\|start\|>, which the tokenizer of the model does not have"):
         loaded(tmp_path / "other")
-
-
-def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
-    args = trainer_arguments(load_best_model_at_end=True, metric_for_best_model="loss", save_strategy="epoch")
-    state, control = TrainerState(best_metric=1.0), TrainerControl()
-    callback = running._EarlyStopping(2)
-    callback.on_train_begin(args, state, control)
-    for stops in (False, True):
-        callback.on_evaluate(args, state, control, {"eval_loss": 2.0})
-        assert control.should_training_stop == stops
-        saved = TrainerState(best_metric=1.0, stateful_callbacks={"_EarlyStopping": callback.state()})
-        resumed, begun = running._EarlyStopping(2), TrainerControl()
-        resumed.on_train_begin(args, saved, begun)
-        assert begun.should_training_stop == stops, "a run that had ended is not trained on"
-        resumed.on_evaluate(args, saved, begun, {"eval_loss": 2.0})
-        assert begun.should_training_stop
 
 
 # ---- streams ----
