@@ -1,7 +1,7 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             ready[name] = _converted(named, name, columns, text, options)
         return _mixed(ready, streaming=script.dataset_streaming)
 
+    rank, ranks = rank_and_size()
     with agreed("loading the dataset"):
+        if script.dataset_streaming and training.max_steps <= 0:
+            raise ConfigError("--dataset_streaming: a stream has no length. Give the number of steps with --max_steps.")
         names = [script.dataset_name]
         if not Path(names[0]).exists():
             names = [name.strip() for name in names[0].split(",") if name.strip()]
@@ -97,10 +100,14 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             whole = converted({name: _train_part(splits[name], name, script) for name in names})
             train, evaluation = whole, converted(tested) if tested else None
         except UnicodeDecodeError as error:
-            raise _refused(script.dataset_name, _bad_line(names) or f"{error}") from error
+            raise _refused(script.dataset_name, next(_bad_lines(names), f"{error}")) from error
         if tests and evaluation is None:
             train, evaluation = _held_out(whole, script, training)
-        _check_sizes(script, training, train, evaluation)
+        if not script.dataset_streaming and len(train) < ranks:
+            few = f"{len(train)} row(s) for training on {ranks} processes, and each needs one"
+            raise _refused(script.dataset_name, f"{few}. Give more rows, or use fewer processes")
+        if not script.dataset_streaming and evaluation is not None and not len(evaluation):
+            raise _refused(script.dataset_name, "no row for evaluation. Give more rows, or --eval_strategy no")
         if script.dataset_streaming and evaluation is not None:
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
@@ -109,7 +116,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         train = share_of_stream(train, held_out=held_out, columns=set().union(*columns), seed=seed)
         if seed is not None:
             training.shuffle_dataset = False  # TRL would keep rows in a buffer, which a resumed run loses
-    if rank_and_size()[0] == 0:
+    if rank == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
         print(f"{script.dataset_name}: {rows}{rest}")
@@ -130,11 +137,9 @@ def _splits_of(name: str, script: Any) -> Any:
     if not path.exists() and (_ending(path) or name.startswith((".", "/", "~"))):
         raise _refused(name, "no such file. Give a file, a folder, or a hub name")
     if path.is_file() and not _ending(path):
-        raise _refused(
-            name,
-            f"{path.suffix or 'a file without an ending'} is not known. Give it the ending of what it holds: "
-            f"{listed(_BUILDERS, 9)}; also compressed ({', '.join(_COMPRESSED)})",
-        )
+        known = f"{listed(_BUILDERS, 9)}; also compressed ({', '.join(_COMPRESSED)})"
+        kind = path.suffix or "a file without an ending"
+        raise _refused(name, f"{kind} is not known. Give it the ending of what it holds: {known}")
     for file in files:
         with file.open("rb") as stream:
             start = stream.read(4096)
@@ -146,12 +151,8 @@ def _splits_of(name: str, script: Any) -> Any:
             raise _refused(name, f"{file.name} is UTF-16. {_CONVERT.format(encoding, file.name)}")
         is_alike = file.suffix in {*_BUILDERS, *_COMPRESSED} - {".pq"} and _ending(file) == _ending(files[0])
         if not (is_alike or path.is_file() or (path / "README.md").is_file()):
-            raise _refused(
-                name,
-                f"{file.name}: of a folder, datasets reads files of one kind, with endings in small letters (.parquet, "
-                "not .pq), and leaves out others. Name files with commas between them",
-            )
-    other = ""
+            left = f"{file.name}: of a folder, files of one kind are read, with endings in small letters (no .pq)"
+            raise _refused(name, f"{left}, and others left out. Name files with commas between them")
     try:
         if path.is_file():
             splits = _load(path, streaming=script.dataset_streaming)
@@ -160,28 +161,27 @@ def _splits_of(name: str, script: Any) -> Any:
             splits = stored if hasattr(stored, "items") else {"train": stored}
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
-            if script.dataset_streaming and not (path / "README.md").is_file():
-                other = _other_columns(files)  # which a stream says when it comes to that file
+            is_listed = script.dataset_streaming and not (path / "README.md").is_file()
+            if other := is_listed and _other_columns(files):  # which a stream says when it comes to that file
+                raise _refused(name, other)
+    except ConfigError:
+        raise
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
         cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated"
         reason = f"{first_line(cause)}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
         if isinstance(cause, CastError) or "Schema at index" in str(cause):
             reason = _other_columns(files) or f"some rows have other columns: {first_line(cause)}. Give all the same"
-        raise _refused(name, _bad_line([name]) or reason) from error
-    if other:
-        raise _refused(name, other)
+        raise _refused(name, next(_bad_lines([name]), reason)) from error
     return splits
 
 
 def _other_columns(files: list[Path]) -> str:
     """Which of the first 100 files of a folder has other columns than the first; "" for none."""
     columns = {file.name: ", ".join(sorted(_columns(_load(file, streaming=True)["train"]))) for file in files[:100]}
-    first = next(iter(columns), "")
-    if (other := next((name for name in columns if columns[name] != columns[first]), None)) is None:
-        return ""
-    found = f"{first} has the columns {columns[first]}, and {other} {columns[other]}"
-    return f"{found}. Give all files of a folder the same, or name them with commas between them"
+    found = [f"{name} {has}" for name, has in columns.items() if has != columns[files[0].name]]
+    found = [f"{files[0].name} has the columns {columns[files[0].name]}, and {each}" for each in found]
+    return f"{found[0]}. Give all the same, or name them with commas between them" if found else ""
 
 
 def _load(file: Path, *, streaming: bool) -> Any:
@@ -202,27 +202,19 @@ def _files_of(name: str) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.glob("*") if _ending(file))
 
 
-def _bad_line(names: list[str]) -> str | None:
-    return next(
-        filter(None, (_first_bad_line(file) for name in names for file in _files_of(name) if _is_text(file))), None
-    )
-
-
-def _first_bad_line(file: Path) -> str | None:
-    """What is wrong with the first line that is not UTF-8, or in .jsonl not one JSON object; None where nothing is."""
-    is_json = file.suffix.lower() in _JSON_LINES
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+def _bad_lines(names: Iterable[str]) -> Iterator[str]:
+    """What is wrong with each line of these files of text that is not UTF-8, or in .jsonl not one JSON object."""
+    for file in filter(_is_text, (file for name in names for file in _files_of(name))):
+        for number, line in enumerate(file.open("rb"), 1):
             place = f"{file.name}, line {number} is"
             try:
-                text = line.decode().lstrip("\ufeff")
-                if is_json and text.strip() and not isinstance(json.loads(text), dict):
-                    return f"{place} no JSON object. Mend or delete that row"
+                text = line.decode().lstrip("\ufeff").strip()
+                if text and file.suffix.lower() in _JSON_LINES and not isinstance(json.loads(text), dict):
+                    yield f"{place} no JSON object. Mend or delete that row"
             except UnicodeDecodeError as error:
-                return f"{place} not UTF-8 (byte 0x{line[error.start]:02x}). {_CONVERT.format('latin1', file.name)}"
+                yield f"{place} not UTF-8 (byte 0x{line[error.start]:02x}). {_CONVERT.format('latin1', file.name)}"
             except ValueError as error:
-                return f"{place} no JSON: {first_line(error)}. Mend or delete that row"
-    return None
+                yield f"{place} no JSON: {first_line(error)}. Mend or delete that row"
 
 
 def _is_text(file: Path) -> bool:
@@ -383,17 +375,3 @@ def _held_out(train: Any, script: Any, training: Any) -> tuple[Any, Any]:
     count = min(_HELD_OUT_MOST, max(1, round(_HELD_OUT_SHARE * len(train))))
     halves = train.train_test_split(test_size=count, seed=training.seed)
     return halves["train"], halves["test"]
-
-
-def _check_sizes(script: Any, training: Any, train: Any, evaluation: Any) -> None:
-    """Refuse a stream without a number of steps, and fewer rows than ranks."""
-    if script.dataset_streaming:
-        if training.max_steps <= 0:
-            raise ConfigError("--dataset_streaming: a stream has no length. Give the number of steps with --max_steps.")
-        return
-    ranks, name = rank_and_size()[1], script.dataset_name
-    if len(train) < ranks:
-        reason = f"{len(train)} row(s) for training on {ranks} processes, and each needs one"
-        raise _refused(name, f"{reason}. Give more rows, or use fewer processes")
-    if evaluation is not None and not len(evaluation):
-        raise _refused(name, "no row for evaluation. Give more rows, or --eval_strategy no")
