@@ -78,36 +78,31 @@ def check_prepared_rows(trainer: Any) -> None:
 
     Every rank must call. The ranks exchange errors alone.
     """
-    args, data = trainer.args, trainer.train_dataset
+    most = getattr(trainer.args, "max_length", None)
     with agreed("checking the rows"):
-        rows = list(islice(iter(data), _ROWS))
-        has_lists = bool(rows) and isinstance(rows[0].get("labels"), list)
-        is_masked = not rows or (has_lists and all(label == -100 for row in rows for label in row["labels"]))
-        most = getattr(args, "max_length", None)
-        if is_masked:
+        rows = list(islice(iter(trainer.train_dataset), _ROWS))
+        labels = [row.get("labels") for row in rows]
+        if not rows or (isinstance(labels[0], list) and all(label == -100 for row in labels for label in row)):
             cut = "" if most is None else f" within --max_length {most}"
             raise ConfigError(
                 f"All labels of the first rows are masked{cut}, so nothing would be learnt. Give rows with an answer "
                 "(`completion`, or turns of the role assistant), or a longer --max_length."
             )
     full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
-    if full and not getattr(args, "packing", False) and rank_and_size()[0] == 0:
+    if full and not getattr(trainer.args, "packing", False) and rank_and_size()[0] == 0:
         print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
 
 
 def _check_generates(config: Any, training: Any, name: str) -> None:
     """Refuse a model that writes no text (an encoder), or reads a question apart, where next tokens are trained."""
     kind = model_class(config, trust_remote_code=getattr(training, "trust_remote_code", False))
+    cure = "Give a causal language model, or train a classifier of it (the recipe classify)"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{name} is an encoder and a decoder ({config.model_type}): it reads one text and writes another, and this "
-            "recipe trains a model on the next token of one text. Give a causal language model."
+            f"{name} is an encoder and a decoder ({config.model_type}), no model of the next token. {cure}."
         )
     if hasattr(kind, "can_generate") and not kind.can_generate():
-        raise ConfigError(
-            f"{name} is a {kind.__name__}, which generates no text. Give a causal language model, or train a "
-            "classifier of it (the recipe classify)."
-        )
+        raise ConfigError(f"{name} is a {kind.__name__}, which generates no text. {cure}.")
 
 
 def _check_output(training: Any) -> None:

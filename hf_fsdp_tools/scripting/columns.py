@@ -7,25 +7,13 @@ from typing import Any
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, listed
 
-_ABOUT = {
-    "text": "the text",
-    "messages": "the turns of a chat",
-    "prompt": "what is asked (text or turns)",
-    "completion": "the answer (text or turns)",
-    "chosen": "the preferred answer",
-    "rejected": "the other answer",
-    "label": "the class: a name or a whole number",
-    "image": "the image, or a list of them",
-    "tokens": "the words of a sentence, a list",
-    "tags": "the class of each word, a list",
-}
-"""What a column holds, by the name under which recipes take it."""
-
 
 def column_options(names: Sequence[str]) -> type:
     """A dataclass with the option `--NAME_column` for each of these names."""
-    about = {name: f"The column with {_ABOUT[name]}; a.b is the field b of the column a." for name in names}
-    options = [(f"{name}_column", str | None, field(default=None, metadata={"help": about[name]})) for name in names]
+    text = "The dataset's column for `{}` (docs/data.md); a.b is the field b of the column a."
+    options = [
+        (f"{name}_column", str | None, field(default=None, metadata={"help": text.format(name)})) for name in names
+    ]
     return make_dataclass("ColumnArguments", options)
 
 

@@ -1,17 +1,7 @@
 """Small models and data for the recipes' demos, made on the spot: nothing is downloaded.
 
 The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): English
-prose with code in it. Each passage gives a picture too: shape, colour, size and place follow from its checksum.
-
-    text           {"text": passage}
-    prompts        {"prompt": a question about its topic}
-    beginnings     {"prompt": its first words}, and a model that is a teacher
-    pairs          {"anchor": every other line, "positive": the lines between}
-    preferences    {"prompt", "chosen": the passage, "rejected": its words shuffled}
-    classes        {"text": passage, "label": the group that its topic belongs to}
-    answers        {"prompt": passage, "completion": that group}, for a model that reads one text and writes another
-    tags           {"tokens": words of a passage without quotation marks, "tags": which of them stood in them: code}
-    images         {"images", "prompt", "completion": the shape and its colour}
+prose with code in it, in passages.
 """
 
 import os
@@ -119,16 +109,12 @@ def demo_passages() -> list[tuple[str, str]]:
 
 def _passages_of(text: str) -> list[str]:
     """The passages of a text, cut at a blank line after _PASSAGE_CHARACTERS, or at any line after twice as many."""
-    passages: list[str] = []
-    lines: list[str] = []
-    length = 0
+    passages = [""]
     for line in text.split("\n"):
-        lines.append(line)
-        length += len(line) + 1
-        if length >= (2 * _PASSAGE_CHARACTERS if line.strip() else _PASSAGE_CHARACTERS):
-            passages.append("\n".join(lines).strip("\n"))
-            lines, length = [], 0
-    return [passage for passage in [*passages, "\n".join(lines).strip("\n")] if passage]
+        passages[-1] += f"{line}\n"
+        if len(passages[-1]) >= _PASSAGE_CHARACTERS * (2 if line.strip() else 1):
+            passages.append("")
+    return [passage.strip("\n") for passage in passages if passage.strip("\n")]
 
 
 def demo_rows(kind: str) -> list[dict[str, Any]]:
@@ -153,6 +139,7 @@ def _question(topic: str, passage: str, number: int) -> dict[str, Any]:
 
 
 def _preference(topic: str, passage: str, number: int) -> dict[str, Any]:
+    """The passage before the same words shuffled."""
     words = passage.split()
     random.Random(passage).shuffle(words)
     answers = {"chosen": passage, "rejected": " ".join(words)}
@@ -160,6 +147,7 @@ def _preference(topic: str, passage: str, number: int) -> dict[str, Any]:
 
 
 def _pair(topic: str, passage: str, number: int) -> dict[str, Any]:
+    """Every other line, and the lines between; nothing where a passage is one line."""
     lines = [line for line in passage.split("\n") if line.strip()]
     first, second = (" ".join(" ".join(part).split()) for part in (lines[::2], lines[1::2]))
     return {"anchor": first, "positive": second} if second else {}
@@ -232,7 +220,7 @@ _ROWS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
     "tags": _tagged,
     "images": _picture,
 }
-"""The row of the n-th passage of a topic, for each kind of data; {} for none."""
+"""The row of the n-th passage of a topic, for each kind of data."""
 
 
 _MODELS = {

@@ -51,27 +51,24 @@ def _found(name: str) -> Any:
 
     file, _, function = name.rpartition(":")
     module, _, function = ("", "", function) if file else name.rpartition(".")
-    if not file and name in _OWN:
-        if "accuracy" in name and find_spec("math_verify") is None:
-            raise ConfigError(f"--reward_funcs {name} needs math_verify: pip install math-verify.")
-        own = getattr(trl.rewards, name)
-        return own(max_completion_len=1280, soft_punish_cache=256) if name == _OWN[-1] else own  # as TRL's script
-    if not file and not module:
-        known = did_you_mean(name, _OWN, otherwise=f". Those of TRL are {listed(_OWN)}; of your own, give FILE.py:NAME")
-        raise ConfigError(f"--reward_funcs {name}: no such function{known}")
+    if not file and "accuracy_reward" in name and find_spec("math_verify") is None:
+        raise ConfigError(f"--reward_funcs {name} needs math_verify: pip install math-verify.")
     if file and not (Path(file).is_file() and file.endswith(".py")):
         raise ConfigError(f"--reward_funcs {name}: {file} is no Python file. Give FILE.py:NAME.")
     folder = str(Path(file).parent.absolute())  # of the file, whose neighbours it may import, or the working folder
     sys.path.insert(0, folder)
     try:
         with library_errors(f"--reward_funcs {name}", "Mend it.", ConfigError):
-            found = runpy.run_path(file) if file else vars(importlib.import_module(module))
+            own = {each: getattr(trl.rewards, each) for each in _OWN}
+            found = runpy.run_path(file) if file else vars(importlib.import_module(module)) if module else own
     finally:
         sys.path.remove(folder)
     names = [key for key, value in found.items() if callable(value) and not key.startswith("_")]
     if function not in names:
         end = did_you_mean(function, names, otherwise=f"; it has {listed(names)}")
-        raise ConfigError(f"--reward_funcs {name}: {file or module} has no function {function!r}{end}")
+        raise ConfigError(f"--reward_funcs {name}: {file or module or 'TRL'} has no function {function!r}{end}")
+    if name == "get_soft_overlong_punishment":
+        return found[function](max_completion_len=1280, soft_punish_cache=256)  # as TRL's script
     return found[function]
 
 

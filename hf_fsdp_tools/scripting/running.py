@@ -192,7 +192,7 @@ def _evaluations(trainer: Any) -> tuple[str, float | None, float | None]:
     """The value that evaluations are about, in words, and its values before and after the training."""
     rewards, losses = _logged(trainer, "eval_reward"), _logged(trainer, "eval_loss")
     values: list[float | None] = [value for _, value in rewards or losses]
-    if trainer.args.load_best_model_at_end and trainer.state.best_metric is not None and values and not rewards:
+    if values and not rewards and trainer.args.load_best_model_at_end and trainer.state.best_metric is not None:
         values[-1] = trainer.state.best_metric
     before, after = values[0] if len(values) > 1 else None, values[-1] if values else None
     return "evaluation reward" if rewards else "evaluation loss", before, after

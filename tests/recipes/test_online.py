@@ -28,7 +28,11 @@ def by_answer(completions, answer, **kwargs):
 STREAMED = "--dataset_streaming --max_steps 2"
 REFUSED = {
     "nothing": ("bare", "", "Nothing rewards an answer. Give --reward_funcs"),
-    "unknown": ("bare", "--reward_funcs think_format_rewards", "no such function: did you mean think_format_reward"),
+    "unknown": (
+        "bare",
+        "--reward_funcs think_format_rewards",
+        "TRL has no function 'think_format_rewards': did you mean think_format_reward",
+    ),
     "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Install what is missing"),
     "no-file": ("bare", "--reward_funcs {folder}/other.py:short", "other.py is no Python file"),
     "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards.py has no function 'shor': did you mean short"),
