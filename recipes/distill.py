@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import DistillationConfig, DistillationTrainer, ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator, scripting
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/distill"}
 
@@ -61,7 +61,7 @@ def main() -> Trainer:
 
     # 3. The student, straight into shards, with an adapter if one is asked for; and its teacher
     model = scripting.load_model(model_args, training, accelerator)
-    teacher = load_teacher(of_teacher, training, accelerator)
+    teacher = scripting.load_model(of_teacher, training, accelerator, frozen=True)
 
     # 4. Train
     trainer = Trainer(
@@ -133,21 +133,6 @@ def encode(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-
-
-def load_teacher(
-    of_teacher: scripting.ModelArguments, training: DistillationConfig, accelerator: object
-) -> PreTrainedModel:
-    """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
-    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, "float32")
-    freeing = HybridPolicy(reshard_after_forward={"*": True})
-    teacher = scripting.load_model(of_teacher, training, accelerator, dtype=dtype, policy=freeing, show=False)
-    size = sum(parameter.numel() for parameter in teacher.parameters())
-    kind = str(teacher.dtype).removeprefix("torch.")
-    accelerator.print(
-        f"teacher: {of_teacher.model_name_or_path}, {size:,} parameters in {kind}, sharded, not trained\n"
-    )
-    return teacher.requires_grad_(False)
 
 
 if __name__ == "__main__":

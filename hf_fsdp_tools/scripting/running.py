@@ -32,7 +32,7 @@ from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
 from hf_fsdp_tools.scripting.tokenizer import hub_options
-from hf_fsdp_tools.text import first_line, listed, show_bytes
+from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
 
@@ -41,7 +41,7 @@ _FIRST_SAYS_S = 30.0
 
 
 def load_model(
-    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, show: bool = True, **keywords: Any
+    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, frozen: bool = False, **keywords: Any
 ) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
@@ -50,7 +50,8 @@ def load_model(
         training: the Trainer's arguments.
         accelerator: of `make_accelerator`.
         auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
-        show: False prints nothing, for a second model of the same checkpoint.
+        frozen: the model is not trained (a reference, a teacher): it has no fp32 masters, each unit is freed after its
+            forward pass, whatever the policy, and one line is printed.
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
@@ -63,8 +64,9 @@ def load_model(
     """
     from trl import get_peft_config, get_quantization_config
 
-    from hf_fsdp_tools import describe_sharding, from_pretrained
+    from hf_fsdp_tools import HybridPolicy, describe_sharding, from_pretrained
 
+    computed = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     options = {
         "accelerator": accelerator,
         "peft_config": get_peft_config(model_args),
@@ -76,14 +78,19 @@ def load_model(
         **({"auto_class": auto_class} if auto_class is not None else {}),
     }
     if model_args.load_in_4bit:
-        dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, "float32")
-        options["quantization_config"] = get_quantization_config(replace(model_args, dtype=dtype))
-    if show:
+        options["quantization_config"] = get_quantization_config(replace(model_args, dtype=computed or "float32"))
+    if frozen:
+        options |= {"dtype": computed or model_args.dtype, "policy": HybridPolicy(reshard_after_forward={"*": True})}
+    else:
         _say_estimate(model_args, training, accelerator)
     # transformers' table of missing keys, which the load report names too
     logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
     model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
-    if show:
+    if frozen:
+        size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
+        kind = dtype_name(model.dtype)
+        accelerator.print(f"not trained: {model_args.model_name_or_path}, {size:,} parameters in {kind}, sharded\n")
+    else:
         accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
         if report.initialized_keys:
             names = listed(report.initialized_keys)

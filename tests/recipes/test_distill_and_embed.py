@@ -89,7 +89,7 @@ def test_errors_come_before_the_model(runs, run):
 def test_a_student_learns_from_a_teacher_on_shards(runs):
     losses = runs.log("distill", "eval_loss")
     assert losses[-1] < losses[0] - 0.3
-    assert "parameters in float32, sharded, not trained\n" in runs.of("distill")
+    assert "parameters in float32, sharded\n" in runs.of("distill")
     runs.check_opened("distill", AutoModelForCausalLM.from_pretrained(runs.folder / "distill"))
     before, after = runs.log("distill-lora", "eval_loss")
     assert after < before
