@@ -1,7 +1,6 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
 import argparse
-import itertools
 import os
 import re
 import sys
@@ -317,11 +316,7 @@ def _value(parsed: Iterable[Any], name: str) -> Any:
 
 
 def _complete(training: Any, default_folder: str) -> None:
-    """Change values that the Trainer wants otherwise than people write them, and take a folder of the run's own.
-
-    Where the folder is the recipe's default, it is the next free number: a run must not mix with the one before. A run
-    that is resumed takes the last.
-    """
+    """Change values that the Trainer wants otherwise than people write them, and take a folder of the run's own."""
     resume = str(training.resume_from_checkpoint).lower()
     if resume in ("true", "false", "none"):
         training.resume_from_checkpoint = True if resume == "true" else None
@@ -331,14 +326,11 @@ def _complete(training: Any, default_folder: str) -> None:
         training.report_to = [name for names in training.report_to for name in names.split(",") if name]
     if 0 < training.max_steps < training.logging_steps:
         training.logging_steps = training.max_steps  # a run of two steps shows its loss too
-    if training.output_dir != default_folder:
-        return
-    last = folder = Path(default_folder)
-    for number in itertools.count(2):
-        if not any(folder.glob("checkpoint-*")):
-            break
-        last, folder = folder, Path(f"{default_folder}-{number}")
-    training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
+    if training.output_dir == default_folder:  # the next free number, or to resume the last that is there
+        folders = [default_folder]
+        while any(Path(folders[-1]).glob("checkpoint-*")):
+            folders.append(f"{default_folder}-{len(folders) + 1}")
+        training.output_dir = folders[-2:][0] if training.resume_from_checkpoint is True else folders[-1]
 
 
 def _show_no_bars() -> None:
@@ -369,16 +361,16 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
     no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
-    needs = [(f"--{name} needs {package}", package) for name, package in _PACKAGES.items() if get(name)]
+    install = "--{} needs {}: pip install {}."
+    needs = [
+        (install.format(name, each, each.replace("_", "-")), each) for name, each in _PACKAGES.items() if get(name)
+    ]
     mistakes = (
         *(
             (float(get(name) or 0) < least and get(name) is not None, f"--{name}: give at least {least}.")
             for name, least in _LEAST.items()
         ),
-        *(
-            (find_spec(package) is None, f"{start}: pip install {package.replace('_', '-')}.")
-            for start, package in needs
-        ),
+        *((find_spec(package) is None, text) for text, package in needs),
         (get("num_train_epochs") == 0 and no_steps, "--num_train_epochs 0 trains nothing: give 1, or --max_steps."),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
@@ -409,8 +401,8 @@ def _check_reports(get: Callable[[str], Any]) -> None:
     """Make each callback of `--report_to` or `--log_with` once: it says itself which package it lacks."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    reports = [(name, "--report_to") for name in get("report_to") or ()]
-    for name, option in [*reports, *([(get("log_with"), "--log_with")] if get("log_with") else [])]:
+    trackers = [(name, "--report_to") for name in get("report_to") or ()]
+    for name, option in [*trackers, *[(name, "--log_with") for name in [get("log_with")] if name]]:
         if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, INTEGRATION_TO_CALLBACK)}")
         try:

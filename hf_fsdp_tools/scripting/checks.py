@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors
-from hf_fsdp_tools.modeling.configs import model_class, text_config
+from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
@@ -60,10 +60,8 @@ def check_before_loading(
         _check_output(training)
         _check_optimizer(training)
         if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
-            raise ConfigError(
-                f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
-                "with rows that are short enough, or --packing true instead, which cuts them."
-            )
+            option = f"--padding_free true cuts no rows, and --max_length is {training.max_length}"
+            raise ConfigError(f"{option}. Use --max_length none with short rows, or --packing true, which cuts them.")
         _fit_positions(config, training, model_args, auto_class)
         _check_rows(training, tokenizer, train)
         _check_vocabulary(config, tokenizer, model_args.model_name_or_path, [train, evaluation])
@@ -147,12 +145,11 @@ def _check_optimizer(training: Any) -> None:
 
 def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
-    positions = getattr(text_config(config), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
+    if (positions := max_positions(config)) is None:
         return
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
     written = getattr(training, "max_completion_length", None) or 0
-    has = f"{name} has {{}} positions (max_position_embeddings of its config)"
+    has = f"{name} has {{}} positions (by its config)"
     if positions <= written:
         raise ConfigError(
             f"--max_completion_length {written}: {has.format(positions)}, and prompts need some of them. Use "
@@ -170,10 +167,7 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
     if length <= positions:
         return
     if length != model_args.default_max_length:
-        raise ConfigError(
-            f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}, or a model for longer "
-            "sequences."
-        )
+        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}.")
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
