@@ -1,8 +1,8 @@
 r"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
 
-Nothing to download: a small Llama learns to prefer passages of CPython's own documentation to the same words shuffled,
-and to passages on something else. On two CPU processes the evaluation loss falls from 0.693, no preference, to below
-0.5 in two minutes (`hf-fsdp dpo`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
+Nothing to download: a small Llama learns to prefer passages of CPython's own documentation to the same words shuffled.
+On two CPU processes the evaluation loss falls from 0.693, no preference, to below 0.5 in two minutes (`hf-fsdp dpo`). A
+model of your own on one GPU with LoRA, and on eight GPUs with all weights:
 
     python recipes/dpo.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized --use_peft --bf16 --per_device_train_batch_size 2
