@@ -63,7 +63,7 @@ def main() -> Trainer:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
     data, held_out = scripting.load_splits(script, training, columns=columns)
-    processor = scripting.load_processor(model_args, training)
+    processor = scripting.load_tokenizer(model_args, training, images=True)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForImageTextToText

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.running import load_model as load_model
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import train as train
-    from hf_fsdp_tools.scripting.tokenizer import load_processor as load_processor
     from hf_fsdp_tools.scripting.tokenizer import load_tokenizer as load_tokenizer
 
 _NAMES_OF = {
@@ -26,7 +25,7 @@ _NAMES_OF = {
     "losses": ("mean_over_tokens",),
     "rewards": ("load_rewards",),
     "running": ("finish", "load_model", "run", "train"),
-    "tokenizer": ("load_processor", "load_tokenizer"),
+    "tokenizer": ("load_tokenizer",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -9,7 +9,7 @@ from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import listed
 
 
-def load_tokenizer(model_args: Any, training: Any) -> Any:
+def load_tokenizer(model_args: Any, training: Any, *, images: bool = False) -> Any:
     """The model's tokenizer, with the chat template of `--chat_template_path` where that is given.
 
     The path is a Jinja file, or the folder or hub name of a tokenizer, whose template is taken if its tokens are in the
@@ -18,11 +18,12 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
     Args:
         model_args: `ModelArguments`.
         training: the Trainer's arguments; its `chat_template_path` becomes None, for the template is set.
+        images: True gives the processor of images and text, of which the tokenizer is a part.
 
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        CheckpointError: there is no such model, or it has no tokenizer; on every rank alike.
+        CheckpointError: there is no such model, or it has no tokenizer, or no processor; on every rank alike.
         ConfigError: the template cannot be had.
 
     Example:
@@ -31,58 +32,33 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
         >>> len(tokenizer), tokenizer.eos_token
         (400, '<|eos|>')
     """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    name, hub = model_args.model_name_or_path, hub_options(model_args, training)
     with agreed("loading the tokenizer"):
-        tokenizer = _tokenizer_of(model_args, training)
-        _set_template(tokenizer, tokenizer, training)
-    return tokenizer
-
-
-def load_processor(model_args: Any, training: Any) -> Any:
-    """A vision-language model's image processor and tokenizer; arguments, template and errors as of `load_tokenizer`.
-
-    Every rank must call. The ranks exchange errors alone.
-
-    Example:
-        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
-        >>> model_args.model_name_or_path = "vision_checkpoint"
-        >>> processor = load_processor(model_args, training)
-        >>> processor.image_processor.size["shortest_edge"], processor.tokenizer.eos_token
-        (32, '<|eos|>')
-    """
-    from transformers import AutoProcessor
-
-    name = model_args.model_name_or_path
-    cure = "Copy processor_config.json and preprocessor_config.json of the base model into it."
-    with agreed("loading the processor"):
-        tokenizer = _tokenizer_of(model_args, training)
-        with library_errors(f"{name} has a tokenizer and no processor of images that can be loaded", cure):
-            processor = AutoProcessor.from_pretrained(name, **hub_options(model_args, training))
-        if getattr(processor, "image_processor", None) is None:
-            raise CheckpointError(
-                f"{name} has no processor of images. If it is a model of text alone, use finetune. {cure}"
-            )
-        _set_template(processor, tokenizer, training)
-    return processor
+        load_config(name, **hub)
+        cure = "Copy the tokenizer's files of the base model into it."
+        with library_errors(f"{name} has a config and no tokenizer that can be loaded", cure):
+            tokenizer = found = AutoTokenizer.from_pretrained(name, **hub)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # T5's has one word of its own
+            kind = type(tokenizer).__name__
+            raise CheckpointError(f"{name} has no tokenizer files: its {kind} knows special tokens alone. {cure}")
+        if images:
+            cure = "Copy processor_config.json and preprocessor_config.json of the base model into it."
+            with library_errors(f"{name} has a tokenizer and no processor of images that can be loaded", cure):
+                found = AutoProcessor.from_pretrained(name, **hub)
+            if getattr(found, "image_processor", None) is None:
+                raise CheckpointError(
+                    f"{name} has no processor of images. A model of text alone needs finetune. {cure}"
+                )
+        _set_template(found, tokenizer, training)
+    return found
 
 
 def hub_options(model_args: Any, training: Any) -> dict[str, Any]:
     """The revision of a model's files, and whether code among them may run."""
     remote = getattr(training, "trust_remote_code", False)
     return {"revision": model_args.model_revision, "trust_remote_code": remote}
-
-
-def _tokenizer_of(model_args: Any, training: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    name, hub = model_args.model_name_or_path, hub_options(model_args, training)
-    load_config(name, **hub)
-    cure = "Copy the tokenizer's files of the base model into it."
-    with library_errors(f"{name} has a config and no tokenizer that can be loaded", cure):
-        tokenizer = AutoTokenizer.from_pretrained(name, **hub)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # T5's has one word of its own
-        kind = type(tokenizer).__name__
-        raise CheckpointError(f"{name} has no tokenizer files: its {kind} knows special tokens alone. {cure}")
-    return tokenizer
 
 
 def _set_template(target: Any, tokenizer: Any, training: Any) -> None:
