@@ -1,8 +1,8 @@
 r"""Distil a causal language model under FSDP2: a student writes, and learns what its teacher would have written.
 
-Nothing to download: a small Llama learns from a wider one that knows which token follows which in CPython's own
-documentation. On two CPU processes the evaluation loss, the divergence of the two on what the student writes, falls
-from 3.7 to below 1.6 in two minutes (`hf-fsdp distill`). Models of your own on one GPU with LoRA, and on eight GPUs:
+Nothing to download: a small Llama learns to go on with texts as a wider one does, which is random too but sure of what
+follows. On two CPU processes the evaluation loss, the divergence of the two on what the student writes, falls from 3.4
+to below 0.4 in two minutes (`hf-fsdp distill`). Models of your own on one GPU with LoRA, and on eight GPUs:
 
     python recipes/distill.py --model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-8B \
         --dataset_name trl-lib/tldr --use_peft --bf16 --per_device_train_batch_size 4
@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import DistillationConfig, DistillationTrainer, ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator, scripting
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/distill"}
 
@@ -61,7 +61,7 @@ def main() -> Trainer:
 
     # 3. The student, straight into shards, with an adapter if one is asked for; and its teacher
     model = scripting.load_model(model_args, training, accelerator)
-    teacher = load_teacher(of_teacher, training, accelerator)
+    teacher = scripting.load_model(of_teacher, training, accelerator, frozen=True)
 
     # 4. Train
     trainer = Trainer(
@@ -133,21 +133,6 @@ def encode(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-
-
-def load_teacher(
-    of_teacher: scripting.ModelArguments, training: DistillationConfig, accelerator: object
-) -> PreTrainedModel:
-    """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
-    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, "float32")
-    freeing = HybridPolicy(reshard_after_forward={"*": True})
-    teacher = scripting.load_model(of_teacher, training, accelerator, dtype=dtype, policy=freeing, show=False)
-    size = sum(parameter.numel() for parameter in teacher.parameters())
-    kind = str(teacher.dtype).removeprefix("torch.")
-    accelerator.print(
-        f"teacher: {of_teacher.model_name_or_path}, {size:,} parameters in {kind}, sharded, not trained\n"
-    )
-    return teacher.requires_grad_(False)
 
 
 if __name__ == "__main__":

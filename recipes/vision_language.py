@@ -63,7 +63,7 @@ def main() -> Trainer:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
     data, held_out = scripting.load_splits(script, training, columns=columns)
-    processor = scripting.load_processor(model_args, training)
+    processor = scripting.load_tokenizer(model_args, training, images=True)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForImageTextToText
@@ -81,7 +81,6 @@ def main() -> Trainer:
 
     # 4. Train; images are processed batch by batch
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
-    scripting.images_in_each_batch(trainer, data)
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it

@@ -162,7 +162,7 @@ def _of_model(options: argparse.Namespace, config: "FSDPConfig", reasons: dict[s
         values = setups.run_values(values, best.setup, recipe=recipe)
     run_path, script = None, setups.recipe_words(values)
     if options.recipe is not None and options.output is not None and is_here:
-        run_path = setups.run_file_of(options.output)
+        run_path = options.output.with_suffix(".run.yaml")
         script = ["--config", str(run_path), "--dataset_name", "DATASET"]
     lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
     if not is_here and Path(options.model).exists():

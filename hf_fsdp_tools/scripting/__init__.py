@@ -9,14 +9,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.checks import check_before_loading as check_before_loading
     from hf_fsdp_tools.scripting.data import load_splits as load_splits
     from hf_fsdp_tools.scripting.demo import make_demo as make_demo
-    from hf_fsdp_tools.scripting.formats import images_in_each_batch as images_in_each_batch
     from hf_fsdp_tools.scripting.losses import mean_over_tokens as mean_over_tokens
     from hf_fsdp_tools.scripting.rewards import load_rewards as load_rewards
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import train as train
-    from hf_fsdp_tools.scripting.tokenizer import load_processor as load_processor
     from hf_fsdp_tools.scripting.tokenizer import load_tokenizer as load_tokenizer
 
 _NAMES_OF = {
@@ -24,11 +22,10 @@ _NAMES_OF = {
     "checks": ("check_before_loading",),
     "data": ("load_splits",),
     "demo": ("make_demo",),
-    "formats": ("images_in_each_batch",),
     "losses": ("mean_over_tokens",),
     "rewards": ("load_rewards",),
     "running": ("finish", "load_model", "run", "train"),
-    "tokenizer": ("load_processor", "load_tokenizer"),
+    "tokenizer": ("load_tokenizer",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

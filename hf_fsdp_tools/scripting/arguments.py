@@ -1,13 +1,13 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
 import argparse
-import itertools
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -31,12 +31,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     """What is trained, and how long: TRL's own options and five more.
 
     Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass
-        ... class MyArguments(ModelArguments):
-        ...     freeze_embeddings: bool = False
-        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, MyArguments)
-        >>> model_args.model_name_or_path, model_args.freeze_embeddings
+        >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
+        >>> model_args.model_name_or_path, model_args.merge_adapters
         ('checkpoint', False)
     """
 
@@ -89,8 +85,8 @@ _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmu
 _OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
 
 _EARLY_STOP = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_strategy": "best"}
-_EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05}
-"""What early stopping needs of the Trainer."""
+_EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05, "restore_callback_states_from_checkpoint": True}
+"""What early stopping needs of the Trainer; a resumed run goes on counting."""
 
 
 def parse_arguments(
@@ -102,24 +98,19 @@ def parse_arguments(
     """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
 
     A dataclass with `model_name_or_path` (`ModelArguments`) must be among them, one with `dataset_name` (TRL's
-    `ScriptArguments`) and one that extends `TrainingArguments` (`SFTConfig`) usually are. Without a model and a dataset
-    the recipe is a demo.
-
-    Where the output folder is the recipe's default and holds a run already, the next free number is used
+    `ScriptArguments`) and one that extends `TrainingArguments` usually are. Without a model and a dataset the recipe is
+    a demo. Where the output folder is the recipe's default and holds a run already, the next free number is used
     ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
-    with `--disable_tqdm`, the bars of datasets, transformers and huggingface_hub are switched off. `--help` prints the
-    docstring of the running script and its options, those that TRL and transformers do not have first.
+    with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
 
     Args:
         dataclasses: of TRL's parser.
         defaults: of this recipe, before those of the dataclasses.
-        demo: defaults where neither the command line nor the file names a model; never with a model of the user's.
-        columns: names under which the recipe takes columns ("text", "prompt", "completion", …). Each makes an option
-            (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. They stand in
-            `column_names` of the object with `dataset_name`.
+        demo: defaults where neither the command line nor the file names a model.
+        columns: names under which the recipe takes columns ("text", "prompt", …). Each makes an option
+            (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name.
 
-    Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group,
-    over an interface that leads to the other machines.
+    Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -202,19 +193,17 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         start.add_argument("--config", type=Path)
         options, words = start.parse_known_args(sys.argv[1:])
         names = [name for action in self._actions for name in action.option_strings if "-" not in name.lstrip("-")]
-        if any(word.partition("=")[0].replace("-", "_") == "__mixed_precision" for word in words):
-            raise ConfigError(
-                "--mixed_precision is an option of the launcher: give it before the script, or the script --bf16 true."
-            )
-        if any(word.partition("=")[0] == "--deepspeed" for word in words):
-            raise ConfigError(
-                "--deepspeed: FSDP2 shards here. Leave it out; `hf-fsdp config --from FILE` translates its JSON."
-            )
-        file = {} if options.config is None else _read_file(options.config, names)
+        file = {} if options.config is None else _read_file(options.config)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
-        self.given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words} | {*file}
-        if other := next((name for name in self.given if name in _OF_OTHERS), None):
-            raise ConfigError(f"--{other} is no option of this recipe: did you mean --{_OF_OTHERS[other]}?")
+        known, given = (
+            {name.lstrip("-") for name in names},
+            [word.partition("=")[0] for word in words if word[:1] == "-"],
+        )
+        if (key := next((key for key in file if key not in known), None)) is not None:
+            raise _unknown(str(key), known, f"--config {options.config}: ")
+        self.given = {word.lstrip("-").replace("-", "_") for word in given} | {*file}
+        if other := next((word for word in given if word.lstrip("-").replace("-", "_") in _ELSEWHERE), None):
+            raise _unknown(other, names)
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
@@ -279,23 +268,29 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
 
 
-_OF_LAUNCHER = {"cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank"}
-_OF_LAUNCHER |= {"compute_environment", "distributed_type", "fsdp_config", "parallelism_config", "mixed_precision"}
-"""Keys of the launcher's file, or of its sections, that recipes do not have."""
+_OF_LAUNCHER = ("cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank")
 
-_OF_OTHERS = {
-    "batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "lr": "learning_rate",
-    "max_seq_length": "max_length",
+_ELSEWHERE = dict.fromkeys(
+    (*_OF_LAUNCHER, "compute_environment", "distributed_type"),
+    "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
+    "`accelerate launch` takes it.",
+)
+_ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
+_ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
+_ELSEWHERE |= {
+    name: f"is no option of this recipe: did you mean --{ours}?"
+    for name, ours in {
+        "batch_size": "per_device_train_batch_size",
+        "epochs": "num_train_epochs",
+        "lr": "learning_rate",
+        "max_seq_length": "max_length",
+    }.items()
 }
-"""Names that other programs have for options of TRL."""
+"""Names of the launcher's options, of other programs', and where each belongs."""
 
 
-def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
-    """The values of the file of `--config`, which must be a mapping of known options in YAML."""
-    if not path.exists():
-        raise ConfigError(f"--config {path}: No such file or directory. Give the path of a YAML file.")
+def _read_file(path: Path) -> dict[str, Any]:
+    """The values of the file of `--config`."""
     try:
         content = load_yaml(path)
     except CheckpointError as error:
@@ -306,21 +301,13 @@ def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--config {path}{where}: no YAML: {first_line(error)}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
         raise ConfigError(f"--config {path}: holds no `name: value` lines.")
-    known = {name.lstrip("-") for name in names} | {"env"}
-    if (key := next((key for key in content if key not in known), None)) is not None:
-        raise _unknown(str(key), known, f"--config {path}: ")
     return content
 
 
 def _unknown(name: str, known: Iterable[str], where: str = "") -> ConfigError:
     """The error of a name that no option has."""
-    if name.lstrip("-").replace("-", "_") in _OF_LAUNCHER:
-        return ConfigError(
-            f"{where}{name} goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of "
-            "hf-fsdp and of `accelerate launch` takes it."
-        )
-    end = did_you_mean(name, known, otherwise="; --help lists all.")
-    return ConfigError(f"{where}{name} is no option of this recipe{end}")
+    near = f"is no option of this recipe{did_you_mean(name, known, otherwise='; --help lists all.')}"
+    return ConfigError(f"{where}{name} {_ELSEWHERE.get(name.lstrip('-').replace('-', '_'), near)}")
 
 
 def _value(parsed: Iterable[Any], name: str) -> Any:
@@ -329,11 +316,7 @@ def _value(parsed: Iterable[Any], name: str) -> Any:
 
 
 def _complete(training: Any, default_folder: str) -> None:
-    """Change values that the Trainer wants otherwise than people write them, and take a folder of the run's own.
-
-    Where the folder is the recipe's default, it is the next free number: a run must not mix with the one before. A run
-    that is resumed takes the last.
-    """
+    """Change values that the Trainer wants otherwise than people write them, and take a folder of the run's own."""
     resume = str(training.resume_from_checkpoint).lower()
     if resume in ("true", "false", "none"):
         training.resume_from_checkpoint = True if resume == "true" else None
@@ -343,14 +326,11 @@ def _complete(training: Any, default_folder: str) -> None:
         training.report_to = [name for names in training.report_to for name in names.split(",") if name]
     if 0 < training.max_steps < training.logging_steps:
         training.logging_steps = training.max_steps  # a run of two steps shows its loss too
-    if training.output_dir != default_folder:
-        return
-    last = folder = Path(default_folder)
-    for number in itertools.count(2):
-        if not any(folder.glob("checkpoint-*")):
-            break
-        last, folder = folder, Path(f"{default_folder}-{number}")
-    training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
+    if training.output_dir == default_folder:  # the next free number, or to resume the last that is there
+        folders = [default_folder]
+        while any(Path(folders[-1]).glob("checkpoint-*")):
+            folders.append(f"{default_folder}-{len(folders) + 1}")
+        training.output_dir = folders[-2:][0] if training.resume_from_checkpoint is True else folders[-1]
 
 
 def _show_no_bars() -> None:
@@ -368,75 +348,52 @@ _LEAST = {"max_length": 2, "per_device_train_batch_size": 1, "per_device_eval_ba
 _LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0}
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
+_PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
+
 
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
-
-    def get(name: str) -> Any:
-        return _value(parsed, name)
-
-    adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
-    stays = get("dequantize") is False
+    get = partial(_value, parsed)
+    model, data, adapts, merges = map(get, ("model_name_or_path", "dataset_name", "use_peft", "merge_adapters"))
+    four_bits, stays, decay, device = map(get, ("load_in_4bit", "dequantize", "ema_decay", "ema_device"))
+    stays = stays is False
+    stops, evaluates = get("early_stopping_patience") is not None, get("eval_strategy") != "no"
+    pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
-    small = [name for name, least in _LEAST.items() if get(name) is not None and float(get(name)) < least]
+    no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
+    install = "--{} needs {}: pip install {}."
+    needs = [
+        (install.format(name, each, each.replace("_", "-")), each) for name, each in _PACKAGES.items() if get(name)
+    ]
     mistakes = (
-        *((True, f"--{name}: give at least {_LEAST[name]}.") for name in small),
-        (
-            get("num_train_epochs") == 0 and (get("max_steps") or 0) <= 0,
-            "--num_train_epochs 0 trains nothing: give 1, for example, or --max_steps.",
+        *(
+            (float(get(name) or 0) < least and get(name) is not None, f"--{name}: give at least {least}.")
+            for name, least in _LEAST.items()
         ),
-        (
-            get("save_steps") == 0 and get("save_strategy") == "steps",
-            "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number of steps.",
-        ),
+        *((find_spec(package) is None, text) for text, package in needs),
+        (get("num_train_epochs") == 0 and no_steps, "--num_train_epochs 0 trains nothing: give 1, or --max_steps."),
+        (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
         (stays and not adapts, "--dequantize false freezes the base, so there is nothing to train: add --use_peft."),
         (stays and four_bits, "--load_in_4bit quantises a plain base, --dequantize false keeps a quantised one."),
         (stays and merges, "--merge_adapters needs floats: merge later, by hf-fsdp export BASE OUT --adapter ADAPTER."),
         (four_bits and merges, "--merge_adapters would round merged weights to 4 bits: merge into the plain base."),
-        (
-            adapts and str(get("optim")) == MUON,
-            "--optim muon is for the matrices of a model, and adapters are thin factors: leave --use_peft or it out.",
-        ),
-        (bool(of_adapters) and not adapts, f"--{''.join(of_adapters[:1])} is for an adapter: add --use_peft."),
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
-        (
-            get("model_name_or_path") is not None and get("dataset_name") is None,
-            "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
-        ),
-        (
-            get("dataset_name") is not None and get("model_name_or_path") is None,
-            f"--dataset_name {get('dataset_name')} would not be read: without --model_name_or_path the demo is trained "
-            "on its own data. Give the name or folder of a model.",
-        ),
-        (
-            bool(named) and get("dataset_name") is None,
-            f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name.",
-        ),
-        (
-            get("ema_decay") is not None and not 0 <= get("ema_decay") < 1,
-            f"--ema_decay {get('ema_decay')}: give a number of at least 0 and below 1, usually 0.99 to 0.9999.",
-        ),
-        (get("ema_device") not in (None, "cpu"), f"--ema_device {get('ema_device')}: give cpu, or leave it out."),
-        (get("ema_device") and get("ema_decay") is None, "--ema_device needs --ema_decay: give 0.999, for example."),
+        (adapts and get("optim") == MUON, "--optim muon is for whole matrices, and --use_peft trains thin factors."),
+        (of_adapters and not adapts, f"--{''.join(of_adapters[:1])} is for an adapter: add --use_peft."),
+        (model and not data, "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file."),
+        (data and not model, f"--dataset_name {data} would not be read by the demo: add --model_name_or_path."),
+        (named and not data, f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name."),
+        (not 0 <= (decay or 0) < 1, "--ema_decay: give at least 0 and less than 1, usually 0.99 to 0.9999."),
+        (device not in (None, "cpu"), f"--ema_device {device}: give cpu, or leave it out."),
+        (device and decay is None, "--ema_device needs --ema_decay: give 0.999, for example."),
+        (stops and not evaluates, "--early_stopping_patience needs evaluations: leave --eval_strategy no out."),
+        (pushes, "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN."),
         (get("fp16") and find_accelerator() is None, "--fp16 needs a GPU. Use --bf16 true, or neither."),
-        (
-            get("early_stopping_patience") is not None and get("eval_strategy") == "no",
-            "--early_stopping_patience needs evaluations: leave --eval_strategy no out.",
-        ),
-        (
-            get("push_to_hub") and not get("hub_token") and get_token() is None,
-            "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.",
-        ),
     )
     if made := [text for is_made, text in mistakes if is_made]:
         raise ConfigError(" ".join(made))
-    packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
-    packages["use_vllm"] = "vllm"
-    for option, package in packages.items():
-        if get(option) and find_spec(package) is None:
-            raise ConfigError(f"--{option} needs {package}: pip install {package.replace('_', '-')}.")
     _check_reports(get)
 
 
@@ -444,8 +401,8 @@ def _check_reports(get: Callable[[str], Any]) -> None:
     """Make each callback of `--report_to` or `--log_with` once: it says itself which package it lacks."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    reports = [(name, "--report_to") for name in get("report_to") or ()]
-    for name, option in [*reports, *([(get("log_with"), "--log_with")] if get("log_with") else [])]:
+    trackers = [(name, "--report_to") for name in get("report_to") or ()]
+    for name, option in [*trackers, *[(name, "--log_with") for name in [get("log_with")] if name]]:
         if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, INTEGRATION_TO_CALLBACK)}")
         try:

@@ -1,6 +1,6 @@
 """Mistakes that would end a run only after its model is loaded, found before, and rows that train nothing."""
 
-import os
+import tempfile
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.configs import model_class, text_config
+from hf_fsdp_tools.errors import ConfigError, library_errors
+from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
@@ -41,13 +41,8 @@ def check_before_loading(
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a causal language model is to be trained, and this one generates no text, or has an encoder
-            besides; a sequence may be longer than the model has positions; the model has no row for a token; a chat
-            template is needed and absent; parts of a row are text and others turns of a chat; `--lora_target_modules`
-            match nothing, or PEFT cannot adapt them; bitsandbytes cannot compute on this device; `--padding_free` would
-            leave rows uncut; the optimizer cannot step shards, or its package is absent; the output folder cannot be
-            written; there is nothing to resume from, or another run's checkpoints lie in the output folder. On every
-            rank alike.
+        ConfigError: this kind of training, adapter or optimizer does not fit the model, its positions, its tokens or
+            this device; rows do not fit the options; or the output folder cannot be used. On every rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -65,10 +60,8 @@ def check_before_loading(
         _check_output(training)
         _check_optimizer(training)
         if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
-            raise ConfigError(
-                f"--padding_free true cuts no rows, and --max_length is {training.max_length}. Use --max_length none "
-                "with rows that are short enough, or --packing true instead, which cuts them."
-            )
+            option = f"--padding_free true cuts no rows, and --max_length is {training.max_length}"
+            raise ConfigError(f"{option}. Use --max_length none with short rows, or --packing true, which cuts them.")
         _fit_positions(config, training, model_args, auto_class)
         _check_rows(training, tokenizer, train)
         _check_vocabulary(config, tokenizer, model_args.model_name_or_path, [train, evaluation])
@@ -83,63 +76,51 @@ def check_prepared_rows(trainer: Any) -> None:
 
     Every rank must call. The ranks exchange errors alone.
     """
-    args, data = trainer.args, trainer.train_dataset
+    most = getattr(trainer.args, "max_length", None)
     with agreed("checking the rows"):
-        rows = list(islice(iter(data), _ROWS))
-        has_lists = bool(rows) and isinstance(rows[0].get("labels"), list)
-        is_masked = not rows or (has_lists and all(label == -100 for row in rows for label in row["labels"]))
-        most = getattr(args, "max_length", None)
-        if is_masked:
+        rows = list(islice(iter(trainer.train_dataset), _ROWS))
+        labels = [row.get("labels") for row in rows]
+        if not rows or (isinstance(labels[0], list) and all(label == -100 for row in labels for label in row)):
             cut = "" if most is None else f" within --max_length {most}"
             raise ConfigError(
                 f"All labels of the first rows are masked{cut}, so nothing would be learnt. Give rows with an answer "
                 "(`completion`, or turns of the role assistant), or a longer --max_length."
             )
     full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
-    if full and not getattr(args, "packing", False) and rank_and_size()[0] == 0:
+    if full and not getattr(trainer.args, "packing", False) and rank_and_size()[0] == 0:
         print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
 
 
 def _check_generates(config: Any, training: Any, name: str) -> None:
     """Refuse a model that writes no text (an encoder), or reads a question apart, where next tokens are trained."""
     kind = model_class(config, trust_remote_code=getattr(training, "trust_remote_code", False))
+    cure = "Give a causal language model, or train a classifier of it (the recipe classify)"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{name} is an encoder and a decoder ({config.model_type}): it reads one text and writes another, and this "
-            "recipe trains a model on the next token of one text. Give a causal language model."
+            f"{name} is an encoder and a decoder ({config.model_type}), no model of the next token. {cure}."
         )
     if hasattr(kind, "can_generate") and not kind.can_generate():
-        raise ConfigError(
-            f"{name} is a {kind.__name__}, which generates no text. Give a causal language model, or train a "
-            "classifier of it (the recipe classify)."
-        )
+        raise ConfigError(f"{name} is a {kind.__name__}, which generates no text. {cure}.")
 
 
 def _check_output(training: Any) -> None:
     """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
-    folder = Path(training.output_dir)
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        reason = "may not be written to" if above.is_dir() else "is a file"
-        raise ConfigError(f"--output_dir {folder}: {above} {reason}. Give a folder that you may write to.")
-    resume = training.resume_from_checkpoint
+    folder, resume = Path(training.output_dir), training.resume_from_checkpoint
     checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
     if resume is True and not checkpoints:
-        raise ConfigError(
-            f"--resume_from_checkpoint true: {folder} holds no checkpoint. Give the --output_dir of the run that is to "
-            "go on."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be made: {error.strerror}. Give another folder.") from error
+        raise ConfigError(f"--resume_from_checkpoint true: --output_dir {folder} holds no checkpoint. Give that run's.")
     if not resume and checkpoints:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in checkpoints], 2)}). Go on with "
             "it by --resume_from_checkpoint true, give another --output_dir, or move them away."
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--output_dir {folder}: {error.strerror}. Give a folder that you may write to.") from error
 
 
 _NEED_WHOLE_GRADIENTS = ("galore", "apollo", "lomo", "adalomo")
@@ -157,46 +138,39 @@ def _check_optimizer(training: Any) -> None:
     if name.startswith(_NEED_WHOLE_GRADIENTS):
         raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
     try:
-        kind, _ = Trainer.get_optimizer_cls_and_kwargs(training)
+        check_kind(Trainer.get_optimizer_cls_and_kwargs(training)[0])
     except (ImportError, ValueError) as error:
         raise ConfigError(f"--optim {name}: {first_line(error)}.") from error
-    try:
-        check_kind(kind)
-    except ConfigError as error:
-        raise ConfigError(f"--optim {name}: {error}") from None
 
 
 def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
-    positions = getattr(text_config(config), "max_position_embeddings", None)
+    if (positions := max_positions(config)) is None:
+        return
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
     written = getattr(training, "max_completion_length", None) or 0
-    if isinstance(positions, int) and 0 < positions <= written:
+    has = f"{name} has {{}} positions (by its config)"
+    if positions <= written:
         raise ConfigError(
-            f"--max_completion_length {written}: {name} has {positions} positions (max_position_embeddings of its "
-            f"config), and prompts need some of them. Use --max_completion_length {positions // 2}."
+            f"--max_completion_length {written}: {has.format(positions)}, and prompts need some of them. Use "
+            f"--max_completion_length {positions // 2}."
         )
-    if not isinstance(positions, int) or positions <= 0 or length is None:
+    if length is None:
         return
     if auto_class is not None and length + (getattr(text_config(config), "pad_token_id", None) or 0) >= positions:
-        positions -= _rows_before_positions(_on_meta(config, model_args, training, auto_class))
+        # RoBERTa and its kind count from behind the row of padding
+        modules = _on_meta(config, model_args, training, auto_class).named_modules()
+        tables = [
+            getattr(module, "padding_idx", None) for key, module in modules if key.endswith(".position_embeddings")
+        ]
+        positions -= next((padding + 1 for padding in tables if padding is not None), 0)
     if length <= positions:
         return
     if length != model_args.default_max_length:
-        raise ConfigError(
-            f"--max_length {length}: {name} has {positions} positions (max_position_embeddings of its config). Use "
-            f"--max_length {positions}, or a model for longer sequences."
-        )
+        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}.")
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
-
-
-def _rows_before_positions(model: Any) -> int:
-    """Rows of the table of positions that stand for none: RoBERTa and its kind count from behind that of padding."""
-    tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
-    padding = next((table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None), None)
-    return 0 if padding is None else int(padding) + 1
 
 
 # ---- what is trained on ----
@@ -209,32 +183,25 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     from trl.chat_template_utils import has_generation_markers
 
     row = next(iter(train))
-    is_chat = is_conversational(row)
+    is_chat, have = is_conversational(row), f"the rows have {listed(sorted(row))}"
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    of_completion, of_assistant = (getattr(training, f"{part}_only_loss", None) for part in ("completion", "assistant"))
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(
             f"The rows are chats ({listed(sorted(row))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
-    words = getattr(tokenizer, "tokenizer", tokenizer)
     for option in ("eos_token", "pad_token"):
         if (token := getattr(training, option, None)) is not None and token not in words.get_vocab():
-            raise ConfigError(
-                f"--{option} {token}: the tokenizer has no such token{did_you_mean(token, words.all_special_tokens)}"
-            )
-    if getattr(training, "completion_only_loss", None) and not {"prompt", "completion"} <= row.keys():
-        raise ConfigError(
-            f"--completion_only_loss needs `prompt` and `completion`, and the rows have {listed(sorted(row))}. "
-            "Leave it out, or use --assistant_only_loss with chats."
-        )
-    if getattr(training, "assistant_only_loss", False):
-        if not is_chat:
-            raise ConfigError(
-                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(row))}. Leave "
-                "it out, or use `prompt` and `completion`, of which the completion alone counts."
-            )
+            near = did_you_mean(token, words.all_special_tokens)
+            raise ConfigError(f"--{option} {token}: the tokenizer has no such token{near}")
+    if of_completion and not {"prompt", "completion"} <= row.keys():
+        raise ConfigError(f"--completion_only_loss needs `prompt` and `completion`, and {have}. Leave it out.")
+    if of_assistant and not is_chat:
+        raise ConfigError(f"--assistant_only_loss needs chats (`messages`), and {have}. Leave it out.")
+    if of_assistant and not has_generation_markers(tokenizer.chat_template):
         try:
-            if not has_generation_markers(tokenizer.chat_template):
-                get_training_chat_template(tokenizer)
+            get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
@@ -288,19 +255,14 @@ def _check_targets(model: Any, model_args: Any) -> None:
         adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
         reason = first_line(error).split(". ")[0]
-        if "lora_dropout" in reason:
-            raise ConfigError(
-                f"--lora_dropout {adapter.lora_dropout:g}: the experts of {type(model).__name__} are no linear layers, "
-                "and PEFT has no dropout for other adapters. Use --lora_dropout 0, or leave the experts out of "
-                "--lora_target_modules."
-            ) from error
         names = listed(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear), 12)
         cure = "; or use all-linear" if model_args.lora_target_modules != "all-linear" else ". Name some of them"
+        if "lora_dropout" in reason:  # PEFT has none for experts that are no linear layers
+            cure += ", or use --lora_dropout 0"
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
-    head = adapted.get_output_embeddings()
-    if isinstance(head, BaseTunerLayer):
+    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(
             "--lora_target_modules: an adapter on the head would not be trained, for the loss reads the head's weight "
             "alone. Leave lm_head out, or train all of it with --lora_modules_to_save lm_head."
@@ -312,14 +274,10 @@ def _check_4bit(model_args: Any, training: Any) -> None:
     from bitsandbytes.nn import Linear4bit
 
     device = torch.device("cpu") if training.use_cpu else training.device
-    try:
+    fact, cure = f"--load_in_4bit: bitsandbytes cannot compute on this {device.type}", "Leave --load_in_4bit out."
+    with library_errors(fact, cure, ConfigError):
         layer = Linear4bit(64, 64, quant_type=model_args.bnb_4bit_quant_type, compute_dtype=torch.float32).to(device)
         layer(torch.ones(1, 64, device=device))
-    except Exception as error:
-        raise ConfigError(
-            f"--load_in_4bit: bitsandbytes cannot compute with 4-bit weights on this {device.type}: "
-            f"{first_line(error)}. Use --use_peft without --load_in_4bit, or a GPU that it knows."
-        ) from error
 
 
 # ---- packed rows ----
@@ -335,9 +293,9 @@ models that leak by 0.02 to 6 (measured over 60 architectures)."""
 def check_documents_apart(trainer: Any) -> None:
     """Refuse a model whose logits for a document depend on the document before it in a packed row.
 
-    The trainer's own collator packs two documents twice, with another first document the second time, and the model
-    runs forward on both. Some architectures make their attention mask without regard to positions (GPT-OSS, OPT,
-    Falcon), and recurrent ones carry their state on (Mamba): reading their code does not tell all of them.
+    The trainer's own collator packs two documents twice, with another first document the second time. Some
+    architectures make their mask without regard to positions (GPT-OSS, OPT, Falcon), and recurrent ones carry their
+    state on (Mamba), which their code does not always tell.
 
     Every rank must call: the forward passes gather the units. All ranks compute the same.
     """

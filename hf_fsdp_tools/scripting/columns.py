@@ -7,25 +7,13 @@ from typing import Any
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, listed
 
-_ABOUT = {
-    "text": "the text",
-    "messages": "the turns of a chat",
-    "prompt": "what is asked (text or turns)",
-    "completion": "the answer (text or turns)",
-    "chosen": "the preferred answer",
-    "rejected": "the other answer",
-    "label": "the class: a name or a whole number",
-    "image": "the image, or a list of them",
-    "tokens": "the words of a sentence, a list",
-    "tags": "the class of each word, a list",
-}
-"""What a column holds, by the name under which recipes take it."""
-
 
 def column_options(names: Sequence[str]) -> type:
     """A dataclass with the option `--NAME_column` for each of these names."""
-    about = {name: f"The column with {_ABOUT[name]}; a.b is the field b of the column a." for name in names}
-    options = [(f"{name}_column", str | None, field(default=None, metadata={"help": about[name]})) for name in names]
+    text = "The dataset's column for `{}` (docs/data.md); a.b is the field b of the column a."
+    options = [
+        (f"{name}_column", str | None, field(default=None, metadata={"help": text.format(name)})) for name in names
+    ]
     return make_dataclass("ColumnArguments", options)
 
 
@@ -37,15 +25,9 @@ def chosen_columns(options: Any) -> dict[str, str | None]:
 def with_names_of_recipe(
     dataset: Any, name: str, chosen: Mapping[str, str | None], columns: Collection[str], *, text: str, is_mixed: bool
 ) -> Any:
-    """The dataset, or the stream, with the chosen columns under the names that the recipe takes.
+    """The dataset, or the stream, of this name with the chosen columns of the user under the names of the recipe.
 
-    Args:
-        dataset: of `datasets`.
-        name: of the dataset, for errors.
-        chosen: the user's column by the recipe's name, as `chosen_columns` gives them.
-        columns: those of the dataset.
-        text: the recipe's name for "text".
-        is_mixed: whether it is mixed with others; it may have the recipe's name already then.
+    `text` is the recipe's name for "text"; a dataset that is mixed with others may have the recipe's names already.
 
     Raises:
         ConfigError: there is no such column, two options name the same, or another column has the recipe's name.
@@ -64,18 +46,16 @@ def with_names_of_recipe(
             raise ConfigError(f"{option}: {name} has no such column{near} It has {listed(there, 20)}.")
         if source in moved.values():
             raise ConfigError(f"{option}: another option names this column too. Give each a column of its own.")
-        if word == "image" and isinstance(row.get(source, _field(row, source)), list):
+        if word == "image" and isinstance(_field(row, source), list):
             target = "images"
         if target in columns and target not in chosen.values():
-            other = " or give --dataset_text_field instead." if word == "text" else " or remove that column."
-            raise ConfigError(
-                f"{option}: {name} has another column `{target}`, the name that {source} would get. Rename{other}"
-            )
+            other = "give --dataset_text_field instead" if word == "text" else "remove that column"
+            raise ConfigError(f"{option}: {name} has another column `{target}`. Rename or {other}.")
         moved[target] = source
     fields = {target: source for target, source in moved.items() if source not in columns}
-    names = {source: target for target, source in moved.items() if source in columns and target != source}
     if fields:
         dataset = dataset.map(_with_fields, fn_kwargs={"fields": fields})
+    names = {source: target for target, source in moved.items() if source in columns and target != source}
     if names.keys() & set(names.values()):  # they exchange their names, which datasets refuses for streams
         dataset = dataset.rename_columns({source: f"{target} of the recipe" for source, target in names.items()})
         names = {f"{target} of the recipe": target for target in names.values()}
@@ -86,9 +66,9 @@ _ABSENT = object()
 
 
 def _field(row: Mapping[str, Any], path: str) -> Any:
-    """The value of `a.b`, the field b of the column a."""
+    """The value of a column, or of `a.b`, the field b of the column a."""
     value: Any = row
-    for key in path.split("."):
+    for key in [path] if path in row else path.split("."):
         value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
     return value
 

@@ -1,10 +1,8 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split."""
 
-import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ _BUILDERS |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parqu
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Endings behind another; datasets reads what is inside."""
+
+_CONVERT = "Convert it: iconv -f {0} -t utf-8 {1} > utf8-{1}"
 
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 2_000
 """Rows that are held out for evaluation where the dataset has one split. (assumed)"""
@@ -51,13 +51,10 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
 
     `--dataset_name` is a hub name, a folder, a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, also
-    compressed), or several of these with commas between them. Rows of alpaca (`instruction`, `input`, `output`) become
-    `prompt` and `completion`, those of ShareGPT (`conversations` with `from` and `value`) become `messages`; roles and
-    calls of tools get the names that chat templates read, and contents in parts become text. Where there is no
-    evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. Rows
-    with nothing in them (a blank line of a .txt file) are left out, and their number is printed. With
-    `--dataset_streaming` rows are read as they are needed, each rank its share without end, which `train` gives to the
-    trainer as it is; 2,000 rows are evaluated at most.
+    compressed), or several of these with commas between them; docs/data.md has the formats of rows and what becomes of
+    them. Where there is no evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with
+    `--eval_strategy no`. With `--dataset_streaming` rows are read as they are needed, each rank its share without end,
+    which `train` gives to the trainer as it is.
 
     Args:
         script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
@@ -67,9 +64,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a dataset is absent, empty, malformed (with file and line), of an unknown ending or has other
-            columns, or no text in them; a row lacks a column that other rows have, or has something else than text or
-            turns there; there are fewer rows than ranks; on all ranks alike.
+        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; a row lacks a
+            column that others have, or has something else there; there are fewer rows than ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -89,25 +85,29 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             ready[name] = _converted(named, name, columns, text, options)
         return _mixed(ready, streaming=script.dataset_streaming)
 
+    rank, ranks = rank_and_size()
     with agreed("loading the dataset"):
+        if script.dataset_streaming and training.max_steps <= 0:
+            raise ConfigError("--dataset_streaming: a stream has no length. Give the number of steps with --max_steps.")
         names = [script.dataset_name]
         if not Path(names[0]).exists():
             names = [name.strip() for name in names[0].split(",") if name.strip()]
         splits = {name: _splits_of(name, script) for name in names}
-        tests = [script.dataset_test_split, *_TEST_SPLITS]
-        tested = {name: next((part[test] for test in tests if test in part), None) for name, part in splits.items()}
+        tests = [script.dataset_test_split, *_TEST_SPLITS] if training.eval_strategy != "no" else []
+        found = {name: next((part[test] for test in tests if test in part), None) for name, part in splits.items()}
+        tested = {name: part for name, part in found.items() if part is not None}
         try:
             whole = converted({name: _train_part(splits[name], name, script) for name in names})
-            evaluation = None
-            if training.eval_strategy != "no":
-                tested = {name: part for name, part in tested.items() if part is not None}
-                evaluation = converted(tested) if tested else None
+            train, evaluation = whole, converted(tested) if tested else None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--dataset_name {script.dataset_name}: {_bad_line(names) or error}.") from error
-        train = whole
-        if training.eval_strategy != "no" and evaluation is None:
+            raise _refused(script.dataset_name, next(_bad_lines(names), f"{error}")) from error
+        if tests and evaluation is None:
             train, evaluation = _held_out(whole, script, training)
-        _check_sizes(script, training, train, evaluation)
+        if not script.dataset_streaming and len(train) < ranks:
+            few = f"{len(train)} row(s) for training on {ranks} processes, and each needs one"
+            raise _refused(script.dataset_name, f"{few}. Give more rows, or use fewer processes")
+        if not script.dataset_streaming and evaluation is not None and not len(evaluation):
+            raise _refused(script.dataset_name, "no row for evaluation. Give more rows, or --eval_strategy no")
         if script.dataset_streaming and evaluation is not None:
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
@@ -116,11 +116,15 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         train = share_of_stream(train, held_out=held_out, columns=set().union(*columns), seed=seed)
         if seed is not None:
             training.shuffle_dataset = False  # TRL would keep rows in a buffer, which a resumed run loses
-    if rank_and_size()[0] == 0:
+    if rank == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"--dataset_name {name}: {reason}.")
 
 
 def _splits_of(name: str, script: Any) -> Any:
@@ -129,28 +133,26 @@ def _splits_of(name: str, script: Any) -> Any:
     from datasets.exceptions import DatasetGenerationError
     from datasets.table import CastError
 
-    path = Path(name)
+    path, files = Path(name), _files_of(name)
     if not path.exists() and (_ending(path) or name.startswith((".", "/", "~"))):
-        raise ConfigError(f"--dataset_name {name}: no such file. Give a file, a folder, or a hub name.")
+        raise _refused(name, "no such file. Give a file, a folder, or a hub name")
     if path.is_file() and not _ending(path):
-        raise ConfigError(
-            f"--dataset_name {name}: {path.suffix or 'a file without an ending'} is not known. Give it the ending of "
-            f"what it holds: {listed(_BUILDERS, 9)}; also compressed ({', '.join(_COMPRESSED)})."
-        )
-    files = _files_of(name)
+        known = f"{listed(_BUILDERS, 9)}; also compressed ({', '.join(_COMPRESSED)})"
+        kind = path.suffix or "a file without an ending"
+        raise _refused(name, f"{kind} is not known. Give it the ending of what it holds: {known}")
     for file in files:
-        if not file.stat().st_size:
-            raise ConfigError(f"--dataset_name {name}: {file.name} is empty.")
-        if encoding := _utf16(file):
-            cure = f"Convert it: iconv -f {encoding} -t utf-8 {file.name} > utf8-{file.name}"
-            raise ConfigError(f"--dataset_name {name}: {file.name} is UTF-16. {cure}.")
+        with file.open("rb") as stream:
+            start = stream.read(4096)
+        if not start:
+            raise _refused(name, f"{file.name} is empty")
+        if _is_text(file) and b"\0" in start:  # of blanks and line ends, in any script
+            bare = "utf-16be" if start[::2].count(0) > start[1::2].count(0) else "utf-16le"
+            encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else bare
+            raise _refused(name, f"{file.name} is UTF-16. {_CONVERT.format(encoding, file.name)}")
         is_alike = file.suffix in {*_BUILDERS, *_COMPRESSED} - {".pq"} and _ending(file) == _ending(files[0])
         if not (is_alike or path.is_file() or (path / "README.md").is_file()):
-            raise ConfigError(
-                f"--dataset_name {name}: {file.name}: of a folder, datasets reads files of one kind, with endings in "
-                "small letters (.parquet, not .pq), and leaves out others. Name files with commas between them."
-            )
-    other = ""
+            left = f"{file.name}: of a folder, files of one kind are read, with endings in small letters (no .pq)"
+            raise _refused(name, f"{left}, and others left out. Name files with commas between them")
     try:
         if path.is_file():
             splits = _load(path, streaming=script.dataset_streaming)
@@ -159,33 +161,27 @@ def _splits_of(name: str, script: Any) -> Any:
             splits = stored if hasattr(stored, "items") else {"train": stored}
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
-            if script.dataset_streaming and not (path / "README.md").is_file():
-                other = _other_columns(files)  # which a stream says when it comes to that file
+            is_listed = script.dataset_streaming and not (path / "README.md").is_file()
+            if other := is_listed and _other_columns(files):  # which a stream says when it comes to that file
+                raise _refused(name, other)
+    except ConfigError:
+        raise
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
-        if (where := _bad_line([name])) is not None:
-            raise ConfigError(f"--dataset_name {name}: {where}.") from error
+        cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated"
+        reason = f"{first_line(cause)}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
         if isinstance(cause, CastError) or "Schema at index" in str(cause):
-            rows = f"some rows have other columns: {first_line(cause)}. Give all rows the same"
-            raise ConfigError(f"--dataset_name {name}: {_other_columns(files) or rows}.") from error
-        if isinstance(error, DatasetGenerationError):
-            raise ConfigError(f"--dataset_name {name}: {first_line(cause)}. Mend or delete that row.") from error
-        cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
-        cure = "Mend it, or store its rows in .jsonl." if path.exists() else cure
-        raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {cure}") from error
-    if other:
-        raise ConfigError(f"--dataset_name {name}: {other}.")
+            reason = _other_columns(files) or f"some rows have other columns: {first_line(cause)}. Give all the same"
+        raise _refused(name, next(_bad_lines([name]), reason)) from error
     return splits
 
 
 def _other_columns(files: list[Path]) -> str:
     """Which of the first 100 files of a folder has other columns than the first; "" for none."""
     columns = {file.name: ", ".join(sorted(_columns(_load(file, streaming=True)["train"]))) for file in files[:100]}
-    first = next(iter(columns), "")
-    if (other := next((name for name in columns if columns[name] != columns[first]), None)) is None:
-        return ""
-    found = f"{first} has the columns {columns[first]}, and {other} {columns[other]}"
-    return f"{found}. Give all files of a folder the same, or name them with commas between them"
+    found = [f"{name} {has}" for name, has in columns.items() if has != columns[files[0].name]]
+    found = [f"{files[0].name} has the columns {columns[files[0].name]}, and {each}" for each in found]
+    return f"{found[0]}. Give all the same, or name them with commas between them" if found else ""
 
 
 def _load(file: Path, *, streaming: bool) -> Any:
@@ -206,49 +202,31 @@ def _files_of(name: str) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.glob("*") if _ending(file))
 
 
-def _bad_line(names: list[str]) -> str | None:
-    return next(filter(None, (_first_bad_line(file) for name in names for file in _files_of(name))), None)
-
-
-def _first_bad_line(file: Path) -> str | None:
-    """What is wrong with the first line that is not UTF-8, or in .jsonl not one JSON object; None where nothing is."""
-    suffix = file.suffix.lower()
-    if suffix in (*_COMPRESSED, ".parquet", ".pq", ".arrow"):
-        return None
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+def _bad_lines(names: Iterable[str]) -> Iterator[str]:
+    """What is wrong with each line of these files of text that is not UTF-8, or in .jsonl not one JSON object."""
+    for file in filter(_is_text, (file for name in names for file in _files_of(name))):
+        for number, line in enumerate(file.open("rb"), 1):
+            place = f"{file.name}, line {number} is"
             try:
-                text = line.decode()
-                if suffix in _JSON_LINES and text.strip() and not isinstance(json.loads(text.lstrip("\ufeff")), dict):
-                    return f"{file.name}, line {number} is no JSON object. Mend or delete that row"
+                text = line.decode().lstrip("\ufeff").strip()
+                if text and file.suffix.lower() in _JSON_LINES and not isinstance(json.loads(text), dict):
+                    yield f"{place} no JSON object. Mend or delete that row"
             except UnicodeDecodeError as error:
-                cure = f"Convert it: iconv -f latin1 -t utf-8 {file.name} > utf8-{file.name}"
-                return f"{file.name}, line {number} is not UTF-8 (byte 0x{line[error.start]:02x}). {cure}"
+                yield f"{place} not UTF-8 (byte 0x{line[error.start]:02x}). {_CONVERT.format('latin1', file.name)}"
             except ValueError as error:
-                return f"{file.name}, line {number} is no JSON: {first_line(error)}. Mend or delete that row"
-    return None
+                yield f"{place} no JSON: {first_line(error)}. Mend or delete that row"
 
 
-def _utf16(file: Path) -> str:
-    """The name of the encoding of a file of text in UTF-16, with or without its mark; "" for others."""
-    if _BUILDERS[_ending(file)] in ("parquet", "arrow") or file.suffix.lower() in _COMPRESSED:
-        return ""
-    with open(file, "rb") as stream:
-        start = stream.read(4096)
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    high, low = start[0::2].count(0), start[1::2].count(0)  # of blanks and line ends, in any script
-    return "" if high == low else "utf-16be" if high > low else "utf-16le"
+def _is_text(file: Path) -> bool:
+    return file.suffix.lower() not in _COMPRESSED and _BUILDERS[_ending(file)] not in ("parquet", "arrow")
 
 
 def _train_part(splits: Any, name: str, script: Any) -> Any:
     split = script.dataset_train_split
     if split not in splits:
-        raise ConfigError(
-            f"--dataset_name {name} has no split {split!r}, only {listed(splits)}. Name one with --dataset_train_split."
-        )
+        raise _refused(name, f"no split {split!r}, only {listed(splits)}. Name one with --dataset_train_split")
     if hasattr(splits[split], "__len__") and not len(splits[split]):
-        raise ConfigError(f"--dataset_name {name} has no rows.")
+        raise _refused(name, "no rows")
     return splits[split]
 
 
@@ -269,10 +247,8 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
         dataset = _checked(dataset, name, question, {ask, answer, "input", "system"} & columns, text)
         keywords = {"ask": ask, "answer": answer, "pairs": pairs}
         return dataset.map(from_alpaca, fn_kwargs=keywords, remove_columns=sorted(columns))
-    raise ConfigError(
-        f"--dataset_name {name} has the columns {', '.join(sorted(columns))}; none can be trained on. "
-        + _cure(columns, needed, options)
-    )
+    has = f"it has the columns {', '.join(sorted(columns))}; none can be trained on"
+    raise _refused(name, f"{has}. {_cure(columns, needed, options)}")
 
 
 def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options: list[str]) -> str:
@@ -285,7 +261,7 @@ def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options
     near = next((f"`{one}`{end} " for one, end in ends.items() if end), "")
     lists = listed([" and ".join(f"`{one}`" for one in sorted(names)) for names in formats], 9, separator="; or ")
     ours = f", or name yours: {listed(options)}" if options else ""
-    return f"{near}Needed: {lists}. Rename one{ours}."
+    return f"{near}Needed: {lists}. Rename one{ours}"
 
 
 def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSet[str], text: str) -> Any:
@@ -311,18 +287,14 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
                 if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
                     raise ValueError("text in all rows, or turns of a chat in all")
             except ValueError as error:
-                raise ConfigError(
-                    f"--dataset_name {name}: {_place(name, index)}: the column `{column}` must hold {error}. Mend that "
-                    "row, or rename the column and name another one."
-                ) from error
+                cure = "Mend that row, or rename the column and name another one"
+                place = f"row {index + 1}: the column `{column}`"
+                raise _refused(name, f"{place} must hold {error}. {cure}") from error
         full = [column for column in (*_WORDS, text, *needed) if row.get(column)]
         absent = next((column for column in needed if row[column] is None), None)
         if full and absent is not None:
-            there = listed(f"`{column}`" for column in columns if row[column])
-            raise ConfigError(
-                f"--dataset_name {name}: {_place(name, index)} has {there} and no `{absent}`, which other rows have. "
-                "Keep rows of one kind in a file."
-            )
+            has = f"row {index + 1} has {listed(f'`{each}`' for each in columns if row[each])} and no `{absent}`"
+            raise _refused(name, f"{has}, which other rows have. Keep rows of one kind in a file")
         return bool(full)
 
     memory = {} if is_stream else {"keep_in_memory": True}
@@ -330,7 +302,7 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
     if not is_stream:
         left_out = len(dataset) - len(kept)
         if not len(kept):
-            raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
+            raise _refused(name, f"all {len(dataset):,} rows are empty")
         if left_out and rank_and_size()[0] == 0:
             print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
         kept = kept if left_out else dataset
@@ -352,16 +324,6 @@ def _other_turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, A
     turns = [as_turn(turn, keeps_parts) for turn in value]
     is_same = turns == [{key: each for key, each in turn.items() if each is not None} for turn in value]
     return None if is_same else turns
-
-
-def _place(name: str, index: int) -> str:
-    """Where a row stands: its line in a file of JSON lines, which may have blank ones."""
-    file = Path(name)
-    if file.suffix.lower() not in _JSON_LINES or not file.is_file():
-        return f"row {index + 1}"
-    with open(file, "rb") as lines:
-        numbers = (number for number, line in enumerate(lines, 1) if line.strip())
-        return f"line {next(islice(numbers, index, None), index + 1)}"
 
 
 def _without_columns_of_trl(dataset: Any, name: str, used: AbstractSet[str]) -> Any:
@@ -396,11 +358,10 @@ def _mixed(parts: Mapping[str, Any], *, streaming: bool) -> Any:
             return interleave_datasets(chosen, stopping_strategy="all_exhausted")
         return concatenate_datasets(chosen)
     except (ValueError, TypeError) as error:
-        kinds = {name: {str(part.features[name]) for part in chosen if part.features} for name in common}
-        other = listed(f"`{name}`" for name, types in kinds.items() if len(types) > 1)
+        columns = listed(f"`{name}`" for name in common)
         raise ConfigError(
-            f"--dataset_name: {' and '.join(parts)} cannot be mixed: {other or 'the columns'} have other types in one "
-            "than in another (text, or turns of a chat, which alpaca's rows become). Make all the same."
+            f"--dataset_name: {' and '.join(parts)} cannot be mixed: some of {columns} have other types in one than in "
+            "another (text, or turns of a chat, which alpaca's rows become). Make all the same."
         ) from error
 
 
@@ -410,26 +371,7 @@ def _held_out(train: Any, script: Any, training: Any) -> tuple[Any, Any]:
         count = min(_HELD_OUT_MOST, 20 * training.per_device_eval_batch_size * rank_and_size()[1])
         return train.skip(count), train.take(count)
     if len(train) < 2:
-        raise ConfigError(
-            f"--dataset_name {script.dataset_name} has 1 row, and evaluation needs one of its own. Give more rows, or "
-            "--eval_strategy no."
-        )
+        raise _refused(script.dataset_name, "1 row, and evaluation needs its own. Give more, or --eval_strategy no")
     count = min(_HELD_OUT_MOST, max(1, round(_HELD_OUT_SHARE * len(train))))
     halves = train.train_test_split(test_size=count, seed=training.seed)
     return halves["train"], halves["test"]
-
-
-def _check_sizes(script: Any, training: Any, train: Any, evaluation: Any) -> None:
-    """Refuse a stream without a number of steps, and fewer rows than ranks."""
-    if script.dataset_streaming:
-        if training.max_steps <= 0:
-            raise ConfigError("--dataset_streaming: a stream has no length. Give the number of steps with --max_steps.")
-        return
-    ranks, name = rank_and_size()[1], script.dataset_name
-    if len(train) < ranks:
-        raise ConfigError(
-            f"--dataset_name {name}: {len(train)} row(s) for training on {ranks} processes, and each needs one. Give "
-            "more rows, or use fewer processes."
-        )
-    if evaluation is not None and not len(evaluation):
-        raise ConfigError(f"--dataset_name {name}: no row for evaluation. Give more rows, or --eval_strategy no.")

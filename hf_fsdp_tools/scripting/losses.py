@@ -14,14 +14,8 @@ def mean_over_tokens(
     T5, BART and classifiers of words return the mean over the tokens of one micro-batch (transformers 5.23), which the
     Trainer multiplies by the number of processes: a step would depend on how rows are divided.
 
-    Args:
-        outputs: of the model, with logits of shape (rows, tokens, classes), which are made fp32.
-        labels: (rows, tokens), where -100 does not count; logits are those of the same place.
-        num_items_in_batch: the tokens that count in the whole step, over all ranks; those of `labels` without it.
-        label_smoothing: as in `torch.nn.functional.cross_entropy`.
-
-    Returns the sum over these rows by that number; for `compute_loss_func` of a Trainer, which multiplies it by the
-    ranks, over which gradients are averaged. Nothing is communicated.
+    For `compute_loss_func` of a Trainer: the sum over labels that are not -100, at their own place, by
+    `num_items_in_batch`, those of the whole step over all ranks. Logits are made fp32. Nothing is communicated.
 
     Example:
         >>> import torch

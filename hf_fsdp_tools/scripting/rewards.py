@@ -2,17 +2,16 @@
 
 import importlib
 import inspect
-import os
+import runpy
 import sys
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import did_you_mean, first_line, listed
+from hf_fsdp_tools.errors import ConfigError, library_errors
+from hf_fsdp_tools.text import did_you_mean, listed
 
 _GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 """What TRL gives to every reward function; beside it, each column of the rows but `prompt` and `completion`."""
@@ -48,52 +47,29 @@ def load_rewards(script: Any, columns: Iterable[str]) -> list[Callable[..., Any]
 
 
 def _found(name: str) -> Any:
+    import trl.rewards
+
     file, _, function = name.rpartition(":")
-    if file:
-        return _named(name, _module_of(name, Path(file)), function)
-    if name in _OWN:
-        import trl.rewards
-
-        if "accuracy" in name and find_spec("math_verify") is None:
-            raise ConfigError(f"--reward_funcs {name} needs math_verify: pip install math-verify.")
-        own = getattr(trl.rewards, name)
-        return own(max_completion_len=1280, soft_punish_cache=256) if name == _OWN[-1] else own  # as TRL's script
-    module, _, function = name.rpartition(".")
-    if not module:
-        known = did_you_mean(name, _OWN, otherwise=f". Those of TRL are {listed(_OWN)}; of your own, give FILE.py:NAME")
-        raise ConfigError(f"--reward_funcs {name}: no such function{known}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return _named(name, importlib.import_module(module), function)
-    except ImportError as error:
-        raise ConfigError(f"--reward_funcs {name}: {first_line(error)}. Give FILE.py:NAME, or install it.") from error
-    finally:
-        sys.path.remove(os.getcwd())
-
-
-def _module_of(name: str, file: Path) -> ModuleType:
-    """The module that a file makes, which may import its neighbours."""
-    spec = spec_from_file_location(file.stem, file)
-    if not file.is_file() or spec is None or spec.loader is None:
+    module, _, function = ("", "", function) if file else name.rpartition(".")
+    if not file and "accuracy_reward" in name and find_spec("math_verify") is None:
+        raise ConfigError(f"--reward_funcs {name} needs math_verify: pip install math-verify.")
+    if file and not (Path(file).is_file() and file.endswith(".py")):
         raise ConfigError(f"--reward_funcs {name}: {file} is no Python file. Give FILE.py:NAME.")
-    module = sys.modules[file.stem] = module_from_spec(spec)
-    sys.path.insert(0, str(file.parent.absolute()))
+    folder = str(Path(file).parent.absolute())  # of the file, whose neighbours it may import, or the working folder
+    sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
-    except OSError as error:
-        raise ConfigError(f"--reward_funcs {name}: {file} cannot be read: {error.strerror}.") from error
-    except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"--reward_funcs {name}: {file} ends in {said}. Mend it.") from error
-    return module
-
-
-def _named(name: str, module: ModuleType, function: str) -> Any:
-    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    if not callable(getattr(module, function, None)):
+        with library_errors(f"--reward_funcs {name}", "Mend it.", ConfigError):
+            own = {each: getattr(trl.rewards, each) for each in _OWN}
+            found = runpy.run_path(file) if file else vars(importlib.import_module(module)) if module else own
+    finally:
+        sys.path.remove(folder)
+    names = [key for key, value in found.items() if callable(value) and not key.startswith("_")]
+    if function not in names:
         end = did_you_mean(function, names, otherwise=f"; it has {listed(names)}")
-        raise ConfigError(f"--reward_funcs {name}: {module.__name__} has no function {function!r}{end}")
-    return getattr(module, function)
+        raise ConfigError(f"--reward_funcs {name}: {file or module or 'TRL'} has no function {function!r}{end}")
+    if name == "get_soft_overlong_punishment":
+        return found[function](max_completion_len=1280, soft_punish_cache=256)  # as TRL's script
+    return found[function]
 
 
 def _checked(name: str, function: Any, columns: set[str]) -> Any:
@@ -102,11 +78,12 @@ def _checked(name: str, function: Any, columns: set[str]) -> Any:
     given = _GIVEN | columns - {"prompt", "completion"}
     if all(each.kind != each.VAR_KEYWORD for each in parameters):
         raise ConfigError(f"--reward_funcs {name}: it must take whatever TRL gives it. Add **kwargs to its parameters.")
-    needed = (each for each in parameters if each.default is each.empty)
+    needed = [each for each in parameters if each.default is each.empty]
     named = [each.name for each in needed if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    if absent := [each for each in named if each not in given]:
+    if absent := [f"`{each}`" for each in named if each not in given]:
+        there = listed(f"`{each}`" for each in sorted(given))
         raise ConfigError(
-            f"--reward_funcs {name} takes {listed(f'`{each}`' for each in absent)}, which the rows do not have: "
-            f"{listed(f'`{each}`' for each in sorted(given))} are there. Rename a column or the parameter."
+            f"--reward_funcs {name} takes {listed(absent)}, which the rows do not have: {there} are there. Rename a "
+            "column or the parameter."
         )
     return function

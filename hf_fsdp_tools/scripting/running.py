@@ -32,7 +32,7 @@ from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
 from hf_fsdp_tools.scripting.tokenizer import hub_options
-from hf_fsdp_tools.text import first_line, listed, show_bytes
+from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
 
@@ -41,7 +41,7 @@ _FIRST_SAYS_S = 30.0
 
 
 def load_model(
-    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, show: bool = True, **keywords: Any
+    model_args: Any, training: Any, accelerator: Any, *, auto_class: Any = None, frozen: bool = False, **keywords: Any
 ) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
@@ -50,7 +50,8 @@ def load_model(
         training: the Trainer's arguments.
         accelerator: of `make_accelerator`.
         auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
-        show: False prints nothing, for a second model of the same checkpoint.
+        frozen: the model is not trained (a reference, a teacher): it has no fp32 masters, each unit is freed after its
+            forward pass, whatever the policy, and one line is printed.
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
@@ -61,10 +62,11 @@ def load_model(
         LlamaForCausalLM: 16.7 K parameters in 4 units
         ...
     """
-    from trl import get_peft_config
+    from trl import get_peft_config, get_quantization_config
 
-    from hf_fsdp_tools import describe_sharding, from_pretrained
+    from hf_fsdp_tools import HybridPolicy, describe_sharding, from_pretrained
 
+    computed = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     options = {
         "accelerator": accelerator,
         "peft_config": get_peft_config(model_args),
@@ -74,23 +76,31 @@ def load_model(
         "load_kwargs": {"seed": training.seed},
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
         **({"auto_class": auto_class} if auto_class is not None else {}),
-        **_four_bits(model_args, accelerator.mixed_precision),
     }
-    if show:
+    if model_args.load_in_4bit:
+        options["quantization_config"] = get_quantization_config(replace(model_args, dtype=computed or "float32"))
+    if frozen:
+        options |= {"dtype": computed or model_args.dtype, "policy": HybridPolicy(reshard_after_forward={"*": True})}
+    else:
         _say_estimate(model_args, training, accelerator)
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_table)
-    try:
-        model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
-    finally:
-        logger.removeFilter(_is_no_table)
-    if show:
+    # transformers' table of missing keys, which the load report names too
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
+    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    if frozen:
+        size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
+        kind = dtype_name(model.dtype)
+        accelerator.print(f"not trained: {model_args.model_name_or_path}, {size:,} parameters in {kind}, sharded\n")
+    else:
         accelerator.print(f"\n{describe_sharding(model)}\n\n{report}\n")
         if report.initialized_keys:
             names = listed(report.initialized_keys)
             end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
             accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
     return model
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
@@ -111,21 +121,6 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
         print(f"no estimate of the peak: {first_line(error)}", flush=True)
 
 
-def _is_no_table(record: logging.LogRecord) -> bool:
-    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
-    return "LOAD REPORT" not in record.getMessage()
-
-
-def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
-    """TRL's options for 4-bit weights, with computation in the dtype of mixed precision."""
-    if not model_args.load_in_4bit:
-        return {}
-    from trl import get_quantization_config
-
-    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(mixed_precision, "float32")
-    return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
-
-
 class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
     """The Trainer's bar, above which `Progress` writes."""
 
@@ -133,23 +128,11 @@ class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
         """Print no dictionary."""
 
 
-class _EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers is not typed
-    """Goes on counting where the checkpoint stopped from which a run resumes; the Trainer would begin anew."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        if isinstance(saved, dict):
-            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
-            control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
-
-
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
     """Train, and return the evaluation loss before and after; None where nothing is evaluated.
 
-    A trainer that logs rewards returns these. `--disable_tqdm` and logs get a line for each log in place of a bar. A
-    resumed run goes on with the log of its checkpoint, so that the loss before is that of the beginning. A stream of
-    `load_splits` stays this rank's share.
+    A trainer that logs rewards returns these. A resumed run goes on with the log of its checkpoint, so that the loss
+    before is that of the beginning. A stream of `load_splits` stays this rank's share.
 
     Args:
         trainer: a Trainer with `FSDPTrainerMixin`.
@@ -159,8 +142,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     Every rank must call.
 
     Raises:
-        ConfigError: the rows, as the trainer has prepared them, have no token that counts in the loss; or the model
-            sees other documents in a packed row. Further errors are those of `FSDPTrainerMixin.train`.
+        ConfigError: no token of the rows counts in the loss, or the model sees other documents in a packed row.
+            Further errors are those of `FSDPTrainerMixin.train`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -181,14 +164,13 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     trainer.allow_nan = training.logging_nan_inf_filter  # which recipes leave off
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
-    for kind in (PrinterCallback, Progress, ProgressCallback):
-        while trainer.pop_callback(kind) is not None:
-            continue
+    for kind in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(kind)
     trainer.callback_handler.callbacks.insert(0, Progress(has_bar=has_bar))  # before those that report logs
     if has_bar:
         trainer.add_callback(_Bar())
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
-        trainer.add_callback(_EarlyStopping(patience))
+        trainer.add_callback(EarlyStoppingCallback(patience))
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
         check_documents_apart(trainer)
     resume = training.resume_from_checkpoint
@@ -216,20 +198,11 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
 def _evaluations(trainer: Any) -> tuple[str, float | None, float | None]:
     """The value that evaluations are about, in words, and its values before and after the training."""
     rewards, losses = _logged(trainer, "eval_reward"), _logged(trainer, "eval_loss")
-    values = [value for _, value in rewards or losses]
-    title = "evaluation reward" if rewards else "evaluation loss"
-    if not values:
-        return title, None, None
-    before = values[0] if len(values) > 1 else None
-    keeps_best = trainer.args.load_best_model_at_end and trainer.state.best_metric is not None and not rewards
-    return title, before, trainer.state.best_metric if keeps_best else values[-1]
-
-
-def _show_evaluations(before: float | None, after: float | None, is_loss: bool) -> str:
-    if after is None:
-        return "not evaluated"
-    end = ", which is no better" if is_loss and before is not None and after >= before else ""
-    return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after{end}"
+    values: list[float | None] = [value for _, value in rewards or losses]
+    if values and not rewards and trainer.args.load_best_model_at_end and trainer.state.best_metric is not None:
+        values[-1] = trainer.state.best_metric
+    before, after = values[0] if len(values) > 1 else None, values[-1] if values else None
+    return "evaluation reward" if rewards else "evaluation loss", before, after
 
 
 def _opener(model: Any) -> str:
@@ -277,10 +250,9 @@ def finish(
         >>> training.eval_strategy = "no"
         >>> data, _ = load_splits(script, training, columns=[{"text"}])
         rows.jsonl: 20 rows to train on
-        >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
-        >>> tokenizer = load_tokenizer(model_args, training)
+        >>> model, tokenizer = from_pretrained("checkpoint"), load_tokenizer(model_args, training)
         >>> trainer = MyTrainer(model, training, train_dataset=data, processing_class=tokenizer)
-        >>> train(trainer, training, model_args)
+        >>> train(trainer, training)
         step 2 of 2: loss ...
         (None, None)
         >>> finish(trainer, training, model_args, tokenizer)
@@ -293,10 +265,14 @@ def finish(
     folder = Path(training.output_dir)
     trainer.save_state()
     title, before, after = _evaluations(trainer)
-    is_short = after is None and trainer.eval_dataset is not None and training.eval_strategy != "no"
-    reason = ": fewer rows are held out than all processes take at once (--per_device_eval_batch_size)"
+    said = "not evaluated" if after is None else f"{after:.3f} after"
+    if after is None and trainer.eval_dataset is not None and training.eval_strategy != "no":
+        said += ": fewer rows are held out than all processes take at once (--per_device_eval_batch_size)"
+    if after is not None and before is not None:
+        end = ", which is no better" if title == "evaluation loss" and after >= before else ""
+        said = f"{before:.3f} before, {said}{end}"
     summary: dict[str, str | Callable[[], str]] = {
-        title: _show_evaluations(before, after, title == "evaluation loss") + reason * is_short,
+        title: said,
         "checkpoint": lambda: f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
         **(lines or {}),
         "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
@@ -339,8 +315,7 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     """Run a recipe's `main` and end the process; an error of this package, or Ctrl-C, is one line on each machine.
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
-    and then that aborts the process with "terminate called without an active exception" (pytorch issues 190489 and
-    179291, arrow issue 45017), so that the launcher reports a failure after hours of good work.
+    and then that aborts the process after hours of good work (pytorch issues 190489 and 179291, arrow issue 45017).
 
     Args:
         main: without arguments.

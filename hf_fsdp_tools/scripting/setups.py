@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -71,12 +70,9 @@ _NOT_ESTIMATED = ("use_dora", "lora_target_parameters", "lora_modules_to_save", 
 
 
 def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
-    """What a recipe trains with its arguments, on a machine.
+    """What a recipe trains with the objects of `parse_arguments`, or others with these attributes, on a machine.
 
-    Args:
-        recipe: its name on the command line.
-        arguments: the objects of `parse_arguments`, or others with these attributes.
-        machine: fields of `TrainingSetup`, of which those count that the launch config or the data decide.
+    Fields of `TrainingSetup` in `machine` count where the launch config or the data decide them.
 
     Raises:
         ConfigError: an option takes memory that is not estimated, or a value cannot be.
@@ -93,8 +89,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         return next((getattr(each, name) for each in arguments if hasattr(each, name)), otherwise)
 
     adapts, columns, lengths = bool(get("use_peft")), get("dataset_columns"), [get(name) for name in own.lengths]
-    unknown = [*(name for name in _NOT_ESTIMATED if get(name)), *own.lengths[: None in lengths]]
-    if unknown:
+    if unknown := [*(name for name in _NOT_ESTIMATED if get(name)), *own.lengths[: None in lengths]]:
         raise ConfigError(f"what --{unknown[0]} {get(unknown[0])} takes is not estimated.")
     accelerate = get("accelerator_config") or {}
     accelerate = accelerate if isinstance(accelerate, dict) else vars(accelerate)
@@ -106,9 +101,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         "rows_per_example": len(columns.split(",")) if columns else own.rows,
         "gradient_accumulation_steps": get("gradient_accumulation_steps", 1),
         "sync_each_batch": (accelerate.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", True),
-        "optimizer": _optimizer(
-            get("optim", "adamw_torch_fused" if not own.options else "adamw_torch"), get("optim_args")
-        ),
+        "optimizer": _optimizer(get("optim", "adamw_torch" if own.options else "adamw_torch_fused"), get("optim_args")),
         "max_grad_norm": get("max_grad_norm", 1.0) or None,
         "freeze_vision_tower": bool(get("freeze_vision_tower")),
         "compile": bool(get("torch_compile")),
@@ -130,10 +123,8 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
 
 def machine_of(accelerator: Any) -> dict[str, Any]:
     """The fields of `TrainingSetup` that an Accelerator decides."""
-    plugin, sizes = (
-        accelerator.state.fsdp_plugin,
-        accelerator.parallelism_config or accelerator.state.fsdp_plugin.copies,
-    )
+    plugin = accelerator.state.fsdp_plugin
+    sizes = accelerator.parallelism_config or plugin.copies
     recompute, precision = plugin.recompute, accelerator.mixed_precision
     values = {name: getattr(sizes, name, None) or 1 for name in ("dp_replicate_size", "cp_size", "tp_size")}
     values |= {f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()}
@@ -167,35 +158,39 @@ def _frozen(recipe: str, adapts: bool, get: Callable[[str], Any]) -> tuple[str, 
 
 def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
     """Options with which a recipe trains a setup, in TRL's and the Trainer's words; for `setup_of` the way back."""
-    own = RECIPES[recipe]
-    values: dict[str, Any] = {"model_name_or_path": model, "dataset_name": "DATASET"}
-    values |= {own.frozen: setup.frozen_models[0]} if own.frozen and setup.frozen_models else {}
-    values |= {name: setup.seq_len // (2 if "completion" in name else 1) for name in own.lengths}
-    values["per_device_train_batch_size"] = setup.batch_size
-    values["gradient_accumulation_steps"] = setup.gradient_accumulation_steps
-    if setup.optimizer != "adamw":
-        from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
+    from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
 
-        values["optim"], *rest = OPTIMIZERS.get(setup.optimizer, (setup.optimizer,))[0].split(" --optim_args ")
-        values |= {"optim_args": rest[0]} if rest else {}
-    part = gcd(_ANSWERS, setup.batch_size * setup.gradient_accumulation_steps * setup.rows_at_once)
-    if recipe == "grpo" and part < _ANSWERS:
-        values["steps_per_generation"] = setup.gradient_accumulation_steps * _ANSWERS // part
-    if setup.gradient_accumulation_steps > 1 and not setup.sync_each_batch:
-        values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
-    if setup.lora_r is not None:
-        targets = setup.lora_target_modules
-        names = [targets] if isinstance(targets, str) else list(targets or ())
-        values |= {"use_peft": True, "lora_r": setup.lora_r, "lora_target_modules": names}
-        values["lora_dropout"] = setup.lora_dropout  # TRL's own is 0.05, for which each layer keeps an input and a mask
-    elif setup.master_dtype != "fp32":
-        values["dtype"] = next(name for name, short in _DTYPES.items() if short == setup.master_dtype)
-    values |= {"load_in_4bit": True} if setup.load_in_4bit else {}
-    values |= {} if setup.dequantize else {"dequantize": False}
-    values |= {"attn_implementation": setup.attn_implementation} if setup.attn_implementation != "sdpa" else {}
-    values |= {"freeze_vision_tower": setup.freeze_vision_tower} if recipe == "vision-language" else {}
-    values |= {"torch_compile": True} if setup.compile else {}
-    return {name: value for name, value in values.items() if not own.options or name in own.options}
+    own, steps, adapts = RECIPES[recipe], setup.gradient_accumulation_steps, setup.lora_r is not None
+    optim, *optim_args = OPTIMIZERS.get(setup.optimizer, (setup.optimizer,))[0].split(" --optim_args ")
+    part = gcd(_ANSWERS, setup.batch_size * steps * setup.rows_at_once)
+    unsynced = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+    targets = setup.lora_target_modules
+    names = [targets] if isinstance(targets, str) else list(targets or ())
+    dtype = {short: name for name, short in _DTYPES.items()}[setup.master_dtype]
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": "DATASET",
+        own.frozen: setup.frozen_models[0] if own.frozen and setup.frozen_models else None,
+        **{name: setup.seq_len // (2 if "completion" in name else 1) for name in own.lengths},
+        "per_device_train_batch_size": setup.batch_size,
+        "gradient_accumulation_steps": steps,
+        "optim": optim if setup.optimizer != "adamw" else None,
+        "optim_args": "".join(optim_args) or None,
+        "steps_per_generation": steps * _ANSWERS // part if recipe == "grpo" and part < _ANSWERS else None,
+        "accelerator_config": unsynced if steps > 1 and not setup.sync_each_batch else None,
+        "use_peft": adapts or None,
+        "lora_r": setup.lora_r,
+        "lora_target_modules": names if adapts else None,
+        "lora_dropout": setup.lora_dropout if adapts else None,  # for TRL's own each layer keeps an input and a mask
+        "dtype": dtype if not adapts and setup.master_dtype != "fp32" else None,
+        "load_in_4bit": setup.load_in_4bit or None,
+        "dequantize": None if setup.dequantize else False,
+        "attn_implementation": setup.attn_implementation if setup.attn_implementation != "sdpa" else None,
+        "freeze_vision_tower": setup.freeze_vision_tower if recipe == "vision-language" else None,
+        "torch_compile": setup.compile or None,
+    }
+    known = own.options or values
+    return {name: value for name, value in values.items() if value is not None and name in known}
 
 
 def recipe_words(values: dict[str, Any]) -> list[str]:
@@ -210,11 +205,6 @@ def recipe_words(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def run_file_of(launch_file: Path) -> Path:
-    """The file of the recipe's options that belongs to a launch file: eight.run.yaml to eight.yaml."""
-    return launch_file.with_suffix(".run.yaml")
-
-
 def run_values(values: dict[str, Any], setup: TrainingSetup, *, recipe: str) -> dict[str, Any]:
     """`options_of` with values to begin with of what is not searched, for a file or a line of words."""
     values = values | {"learning_rate": RECIPES[recipe].rates[setup.lora_r is not None]}
@@ -223,14 +213,7 @@ def run_values(values: dict[str, Any], setup: TrainingSetup, *, recipe: str) -> 
 
 
 def run_file(values: dict[str, Any], *, recipe: str, command: str, launch: str) -> str:
-    """Text of the file for `--config` of a recipe.
-
-    Args:
-        values: of `run_values`.
-        recipe: its name on the command line.
-        command: that makes the file, for the comment.
-        launch: the command that starts the recipe with it.
-    """
+    """Text of the file for `--config` of a recipe: `run_values`, the command that makes it and that which starts it."""
     import yaml
 
     values = {name: value for name, value in values.items() if name != "dataset_name"}

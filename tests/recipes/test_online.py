@@ -28,11 +28,15 @@ def by_answer(completions, answer, **kwargs):
 STREAMED = "--dataset_streaming --max_steps 2"
 REFUSED = {
     "nothing": ("bare", "", "Nothing rewards an answer. Give --reward_funcs"),
-    "unknown": ("bare", "--reward_funcs think_format_rewards", "no such function: did you mean think_format_reward"),
-    "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Give FILE.py:NAME"),
+    "unknown": (
+        "bare",
+        "--reward_funcs think_format_rewards",
+        "TRL has no function 'think_format_rewards': did you mean think_format_reward",
+    ),
+    "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Install what is missing"),
     "no-file": ("bare", "--reward_funcs {folder}/other.py:short", "other.py is no Python file"),
-    "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards has no function 'shor': did you mean short"),
-    "broken": ("bare", "--reward_funcs {folder}/broken.py:short", "broken.py ends in ModuleNotFoundError: No module"),
+    "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards.py has no function 'shor': did you mean short"),
+    "broken": ("bare", "--reward_funcs {folder}/broken.py:short", "broken.py:short: No module named 'nothing_of"),
     "closed": ("bare", "--reward_funcs {file}:closed", "Add **kwargs to its parameters"),
     "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
     "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),

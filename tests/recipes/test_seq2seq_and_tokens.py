@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from peft import AutoPeftModelForSeq2SeqLM, AutoPeftModelForTokenClassification
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_seq2seq_model
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, ROOT, Series, launch_series, refused_runs, write_lines, write_split
 
 pytest.importorskip("trl")
@@ -83,7 +83,7 @@ def short_sentences() -> list[dict[str, Any]]:
 
 def without_dropout(folder: Path) -> tuple[str, str]:
     """A T5 and a classifier of words, as one process and two would draw dropout differently."""
-    t5 = make_demo_seq2seq_model(folder / "drawn_t5", hidden_size=64, num_layers=2)
+    t5 = make_demo_model(folder / "drawn_t5", "seq2seq_model", hidden_size=64, num_layers=2)
     llama = make_demo_model(folder / "drawn_llama", hidden_size=64, num_layers=2, max_length=256)
     model = hf.T5ForConditionalGeneration.from_pretrained(t5, dropout_rate=0.0)
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_vision_model
+from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series
 
 pytest.importorskip("trl")
@@ -24,7 +24,7 @@ def runs(tmp_path_factory) -> Series:
     pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
     probe = {"input_ids": [[1, *[1023] * 16, *range(20, 36)]], "pixel_values": pixels.tolist()}
     folder = tmp_path_factory.mktemp("vision_language")
-    model = make_demo_vision_model(folder / "model", hidden_size=32, num_layers=2)
+    model = make_demo_model(folder / "model", "vision_model", hidden_size=32, num_layers=2)
     rows = demo_rows("images")[:32]
     splits = {name: Dataset.from_list(part, image_features()) for name, part in (("train", rows), ("test", rows[:8]))}
     DatasetDict(splits).save_to_disk(folder / "pictures")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model, make_demo_vision_model
+from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model
 from tests._dist import fake_ranks
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "vocab_size": 400}
@@ -51,7 +51,7 @@ def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folde
     # Here the process that comes first on a second machine.
     fake_ranks(2, rank=1)
     made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
-    vision = make_demo_vision_model(tmp_path / "vision")
+    vision = make_demo_model(tmp_path / "vision", "vision_model", hidden_size=16)
     assert set(contents(made)) == set(contents(folder))
     assert {"config.json", "model.safetensors"} <= set(contents(vision))
 

@@ -38,13 +38,12 @@ def where(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def beside_a_script(tmp_path_factory):
-    """The folder of an own script: besides, a model for images and rows of text; the checkpoint has a tokenizer."""
-    from hf_fsdp_tools.scripting.demo import make_demo_model, make_demo_vision_model
+    """The folder of an own script: besides, rows of text; the checkpoint has a tokenizer."""
+    from hf_fsdp_tools.scripting.demo import make_demo_model
 
     folder = tmp_path_factory.mktemp("script")
     sizes = {"hidden_size": 16, "num_layers": 1, "vocab_size": 400}
     make_demo_model(folder / "checkpoint", **sizes, max_length=256)
-    make_demo_vision_model(folder / "vision_checkpoint")
     rows = [{"text": f"words of row {number}"} for number in range(20)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder

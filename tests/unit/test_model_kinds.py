@@ -53,7 +53,7 @@ def test_what_a_kind_of_model_cannot_do_is_named_with_what_helps(tokenizer, tmp_
     check("roberta", TEXT, tokenizer, tmp_path, auto_class=classifier, length=254)
     check("bert", TEXT, tokenizer, tmp_path, auto_class=classifier, length=256)
     every = {"use_peft": True, "lora_target_modules": ["all-linear"]}
-    with pytest.raises(ConfigError, match=r"--lora_dropout 0\.05: the experts of MixtralForC.* Use --lora_dropout 0,"):
+    with pytest.raises(ConfigError, match=r"lora_dropout.* of MixtralForC.*, or use --lora_dropout 0"):
         check("mixtral", TEXT, tokenizer, tmp_path, **every)
     check("mixtral", TEXT, tokenizer, tmp_path, **every, lora_dropout=0.0)
     with pytest.raises(ConfigError, match=r"'out_proj' is incompatible with Mamba.*lm_head\. Name some of them\.$"):

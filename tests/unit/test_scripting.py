@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from pyarrow import feather, parquet
-from transformers import AutoTokenizer, TrainerControl, TrainerState
+from transformers import AutoTokenizer
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools import scripting
@@ -87,7 +87,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
         ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
-        ("--deepspeed ds.json", "--deepspeed: FSDP2 shards here"),
+        ("--deepspeed ds.json", "--deepspeed is not used: FSDP2 shards here"),
         ("--use_peft --lora_r 0", "--lora_r: give at least 1."),
         ("--save_steps 0", "--save_steps 0 keeps no checkpoint on the way"),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
@@ -99,14 +99,14 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--lora_r 16", "--lora_r is for an adapter: add --use_peft"),
         ("--use_dora", "--use_dora is for an adapter: add --use_peft"),
         ("--model_name_or_path x", "--model_name_or_path needs --dataset_name"),
-        ("--dataset_name mine.jsonl", r"--dataset_name mine.jsonl would not be read: .* Give the name or folder of a"),
+        ("--dataset_name mine.jsonl", "mine.jsonl would not be read by the demo: add --model_name_or_path"),
         ("--report_to wandb", "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
         ("--use_liger_kernel", "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
         ("--early_stopping_patience 2 --eval_strategy no", "needs evaluations: leave --eval_strategy no out"),
         ("--push_to_hub", "--push_to_hub needs a token"),
         ("--optim sgd wandb", "wandb stands behind no option. Put commas between"),
         ("--fp16 true", "--fp16 needs a GPU. Use --bf16 true, or neither"),
-        ("--config nope.yaml", "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
+        ("--config nope.yaml", "--config: Cannot read 'nope.yaml': .* No such file or directory"),
         ("--config key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
         ("--config=key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
@@ -148,6 +148,7 @@ def test_options_of_the_command_line_of_a_file_and_of_the_demo(tmp_path, monkeyp
     assert parsed(monkeypatch, "--gradient_checkpointing", "true")[1].gradient_checkpointing
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
+    assert training.restore_callback_states_from_checkpoint, "a resumed run goes on counting"
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments._check_reports", lambda *_: None)
     _, training, _ = parsed(monkeypatch, "--report_to", "tensorboard,wandb", "--max_steps", "2")
     assert training.report_to == ["tensorboard", "wandb"] and training.logging_steps == 2, "a loss is shown"
@@ -187,20 +188,20 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     [
         ("empty.jsonl", [], "empty.jsonl is empty"),
         ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
-        ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
+        ("one.jsonl", [{"text": "a"}], "1 row, and evaluation needs its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
-        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: line 1: the column `text` must hold text, and is 7"),
+        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: row 1: the column `text` must hold text, and is 7"),
         ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and"),
         ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
-        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "line 4 has .* no `completion`"),
-        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: line 10: the column `text` must hold text, and is"),
-        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "line 41: .* and one has `role`, `text`"),
+        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "row 4 has .* no `completion`"),
+        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: row 10: the column `text` must hold text, and is"),
+        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "row 41: .* and one has `role`, `text`"),
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
-        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "line 2: .* text in"),
+        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "row 2: .* text in"),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
@@ -256,7 +257,7 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
     for name in sorted(path.name for path in tmp_path.glob("a.*")):
         assert splits(name, eval_strategy="no")[0][0]["text"] == "row 0", name
     for folder, other, reason in (
-        ("two", "b.csv", "b.csv: of a folder, datasets reads files of one kind"),
+        ("two", "b.csv", "b.csv: of a folder, files of one kind are read"),
         ("more", "b.jsonl", "a.jsonl has the columns text, and b.jsonl more, text"),
         ("capital", "b.JSONL", "b.JSONL: of a folder"),
     ):
@@ -313,7 +314,7 @@ def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(
     with pytest.raises(ConfigError, match="no column in common"):
         splits(f"{alpaca},{chats}")
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
-    with pytest.raises(ConfigError, match=r"cannot be mixed: `completion`, `prompt` have other types"):
+    with pytest.raises(ConfigError, match=r"cannot be mixed: some of `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
     one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
     wanted = [{"images", "messages"}, {"image", "messages"}]
@@ -356,7 +357,7 @@ def test_columns_of_other_names_get_those_of_the_recipe(streaming, tmp_path, mon
         ({"text": "bodi"}, r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body"),
         ({"text": "a.enn"}, r"a.enn: rows.jsonl has no such column: did you mean a.en\? It has a, a.en, body, q, t"),
         ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
-        ({"text": "body"}, r"body: rows.jsonl has another column `text`, .* or give --dataset_text_field instead"),
+        ({"text": "body"}, r"body: rows.jsonl has another column `text`. Rename or give --dataset_text_field instead"),
         ({"prompt": "q", "completion": "q"}, "--prompt_column q: another option names this column too"),
         ({}, r"Needed: `text`; or .* Rename one, or name yours: --\w+_column, "),
     ],
@@ -453,7 +454,9 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     check(model, CHAT, model_options=adapter)
     error = NotImplementedError("no kernel for this device")  # as torch does
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", Mock(side_effect=error))
-    with pytest.raises(ConfigError, match=r"4-bit weights on this cpu: no kernel for this device. Use --use_peft with"):
+    with pytest.raises(
+        ConfigError, match=r"cannot compute on this cpu: NotImplementedError: no kernel for this device. Leave"
+    ):
         check(model, CHAT, model_options=adapter)
 
 
@@ -467,8 +470,8 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
         ({"optim": "grokadamw"}, r"--optim grokadamw: .*pip install grokadamw"),
         ({"resume_from_checkpoint": "nope"}, "no such folder"),
         ({"resume_from_checkpoint": True}, "out holds no checkpoint"),
-        ({"output_dir": "file/out"}, r"--output_dir file/out: .*file is a file. Give a folder"),
-        ({"output_dir": "/proc/nope"}, r"--output_dir /proc/nope cannot be made: .*Give another folder"),
+        ({"output_dir": "file/out"}, "--output_dir file/out: Not a directory. Give a folder that"),
+        ({"output_dir": "/proc/nope"}, "--output_dir /proc/nope: No such file .* Give a folder that"),
     ],
     ids=str,
 )
@@ -513,22 +516,6 @@ def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"uses <\|start\|>, which the tokenizer of the model does not have"):
         loaded(tmp_path / "other")
-
-
-def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
-    args = trainer_arguments(load_best_model_at_end=True, metric_for_best_model="loss", save_strategy="epoch")
-    state, control = TrainerState(best_metric=1.0), TrainerControl()
-    callback = running._EarlyStopping(2)
-    callback.on_train_begin(args, state, control)
-    for stops in (False, True):
-        callback.on_evaluate(args, state, control, {"eval_loss": 2.0})
-        assert control.should_training_stop == stops
-        saved = TrainerState(best_metric=1.0, stateful_callbacks={"_EarlyStopping": callback.state()})
-        resumed, begun = running._EarlyStopping(2), TrainerControl()
-        resumed.on_train_begin(args, saved, begun)
-        assert begun.should_training_stop == stops, "a run that had ended is not trained on"
-        resumed.on_evaluate(args, saved, begun, {"eval_loss": 2.0})
-        assert begun.should_training_stop
 
 
 # ---- streams ----
