@@ -1,10 +1,12 @@
 """From a model's name to the events of a step: the way that estimates of memory and time share, with its cache."""
 
+import json
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -51,6 +53,19 @@ _NOT_BUILT = (
 
 _MOST_MODELS, _MOST_TRACES = 2, 16
 """Kept in this process; the trace of a large model takes some tens of MB. (assumed)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is estimated of a training, which `print` and `to_json` show."""
+
+    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has beside the fields
+
+    def to_json(self) -> str:
+        """All of it as JSON text: fields and what follows from them, sizes in bytes; null is what is not estimated."""
+        shown = {name: getattr(self, name) for name in (*[each.name for each in fields(self)], *self._derived)}
+        shown = {name: None if value == math.inf else value for name, value in shown.items() if name != "forecast"}
+        return json.dumps(shown, default=lambda value: asdict(value) if is_dataclass(value) else repr(value))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,14 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_fsdp_tools.foresight.allocator import Replay, replay
 from hf_fsdp_tools.foresight.events import Alloc, Work, states
-from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
+from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
@@ -43,7 +42,7 @@ blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/fore
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """The memory of a training on the GPU that takes most, in steps after the first.
 
     Example:
@@ -52,6 +51,7 @@ class MemoryEstimate:
         (True, True, ...)
     """
 
+    _derived: ClassVar = ("total", "fits", "spare_bytes")
     model_class: str
     num_params: int
     setup: TrainingSetup
@@ -107,12 +107,6 @@ class MemoryEstimate:
             num_bytes = sum(alloc.num_bytes for alloc in group)
             rows.append((num_bytes, len(group), units, group[0].source or group[0].kind))
         return sorted(rows, key=lambda row: -row[0])[:most]
-
-    def to_json(self) -> str:
-        """This estimate as JSON text."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "forecast"}
-        own |= {"setup": asdict(self.setup), "total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}
-        return json.dumps(own, default=repr)
 
     def __str__(self) -> str:
         setup = self.setup

@@ -1,13 +1,12 @@
 """How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs."""
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from hf_fsdp_tools.foresight.events import Work
-from hf_fsdp_tools.foresight.forecast import Source, step_of
+from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of, node_network
@@ -42,7 +41,7 @@ _OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputEstimate:
+class ThroughputEstimate(Report):
     """How fast a training runs, and where its time goes. Seconds are those of one optimizer step.
 
     Example:
@@ -51,6 +50,10 @@ class ThroughputEstimate:
         (True, True)
     """
 
+    _derived: ClassVar = (
+        "tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu",
+        "exposed_seconds",
+    )  # fmt: skip
     name: str
     setup: TrainingSetup
     step_seconds: float  # The slowest GPU's, for which all wait
@@ -124,13 +127,6 @@ class ThroughputEstimate:
     def cost(self, tokens: float, price_per_gpu_hour: float) -> float:
         """What so many tokens cost, in the currency of the price."""
         return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
-
-    def to_json(self) -> str:
-        """All fields, and what follows from them, as JSON text."""
-        rates = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
-        own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *rates, "exposed_seconds")}
-        own["error"] = self.error if self.is_estimated else None
-        return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
 
     def __str__(self) -> str:
         setup = self.setup
