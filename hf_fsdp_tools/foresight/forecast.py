@@ -51,8 +51,7 @@ _NOT_BUILT = (
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
-_MOST_MODELS, _MOST_TRACES = 2, 16
-"""Kept in this process; the trace of a large model takes some tens of MB. (assumed)"""
+_MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process; the trace of a large model takes some tens of MB. (assumed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,7 @@ from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import show_bytes
 
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-"""The variable with which segments of the allocator grow."""
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # The variable with which segments of the allocator grow
 
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)

@@ -22,8 +22,7 @@ _TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwis
 _GIVE_SUMS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce")
 """Styles whose output is a sum over ranks."""
 
-_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
-"""Styles whose output is gathered."""
+_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")  # Styles whose output is gathered
 
 
 def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
