@@ -50,10 +50,7 @@ class ThroughputEstimate(Report):
         (True, True)
     """
 
-    _derived: ClassVar = (
-        "tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu",
-        "exposed_seconds",
-    )  # fmt: skip
+    _derived: ClassVar = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "mfu", "hfu", "exposed_seconds")
     name: str
     setup: TrainingSetup
     step_seconds: float  # The slowest GPU's, for which all wait
@@ -96,24 +93,18 @@ class ThroughputEstimate(Report):
         return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
 
     @property
-    def tflops_per_gpu(self) -> float:
-        """Model Tflop/s per GPU."""
-        return self.model_flops / self.step_seconds / 1e12
-
-    @property
-    def peak_flops(self) -> float:
-        """One GPU's per second, in the precision of the training."""
-        return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
-
-    @property
     def mfu(self) -> float:
         """Model flops utilisation, from 0 to 1."""
-        return self.model_flops / (self.step_seconds * self.peak_flops)
+        return self.model_flops / (self.step_seconds * self._peak)
 
     @property
     def hfu(self) -> float:
         """Hardware flops utilisation, from 0 to 1."""
-        return self.hardware_flops / (self.step_seconds * self.peak_flops)
+        return self.hardware_flops / (self.step_seconds * self._peak)
+
+    @property
+    def _peak(self) -> float:
+        return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
 
     @property
     def exposed_seconds(self) -> float:
@@ -139,15 +130,15 @@ class ThroughputEstimate(Report):
             lines.append(f"  {step} per step, to compare settings:")
         else:
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
-            is_repeated = self.hardware_flops > self.model_flops
-            again = f", with what is computed again {self.hfu:.1%}" if is_repeated else ""
+            flops, is_repeated = self.model_flops / self.step_seconds, self.hardware_flops > self.model_flops
+            again = f", with what is computed again {self.hfu:.1%}" * is_repeated
             newest = f" (kernels of 2026 {rate * self.newest:,.0f})" * (self.newest > 1)
             total = f"{rate * setup.num_gpus:,.0f} on all"
             lines.append(f"  {rate:,.0f} tokens/s per GPU{newest}, {low:,.0f} to {high:,.0f}; {total}")
             for kind, (least, most) in self.trainer_ranges.items():
                 lines.append(f"  with a Trainer, {kind}: {least:,.0f} to {most:,.0f} ({TRAINER[kind][2]})")
             lines += [
-                f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
+                f"  {flops / 1e12:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
                 f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:",
             ]
         for part, seconds in self.parts.items():

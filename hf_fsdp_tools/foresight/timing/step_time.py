@@ -30,12 +30,14 @@ _PARTS = ("matmul", "attention", "memory", "communication", "offload", "allocato
 class Timing:
     """How long a step takes on one rank, and why."""
 
-    seconds: float
     parts: dict[str, float]
-    """What the GPU does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory bounds), or it
-    has nothing to do: `communication` (exposed), `offload` (bytes move between GPU and host, or the optimizer runs on
-    the CPU), `allocator` (it gives memory back), `host` (launches are late)."""
+    """Seconds in which the GPU does `matmul`, `attention`, `memory` (kernels that its memory bounds), or waits for
+    `communication` (exposed), `offload` (copies, and an optimizer on the CPU), its `allocator`, or the `host`."""
     communication: float  # Seconds of all collectives, hidden or exposed
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
 class _Pass:
@@ -108,4 +110,4 @@ def step_time(
     rows = [each.parts() for each in passes]
     parts = {part: sum(row[part] for row in rows) for part in _PARTS}
     communication = sum(each.alone["communication"] + sum(s for _, s in each.collectives) for each in passes)
-    return Timing(sum(parts.values()), parts, communication)
+    return Timing(parts, communication)
