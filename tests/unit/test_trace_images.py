@@ -37,11 +37,10 @@ def traced(name: str, **fields) -> Trace:
         ("VLM, Qwen2.5-VL", 6, {}),
         pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
         pytest.param("VLM, Idefics 3", 52, {"seq_len": 64}, marks=pytest.mark.nightly),
-        pytest.param("VLM, Llama 3.2 Vision", 0, {}, marks=pytest.mark.nightly),
     ],
 )
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
-    """Packed patches, positions of a grid, masks of images, tiles that are left out, layers that attend to images."""
+    """Packed patches, positions of a grid, masks of images, tiles that are left out."""
     config, auto_class, setup, model, plan = built(name, **fields)
     try:
         images = images_of(model, setup)
@@ -104,7 +103,7 @@ def test_values_follow_from_the_batch_until_something_unknown_is_written():
         hidden = torch.empty(1, 4, 8)
         mask = ids == 9
         assert mask.sum().item() == 2 and mask.nonzero().tolist() == [[0, 1], [0, 2]]
-        assert hidden[mask].shape == (2, 8) and hidden.masked_select(mask.unsqueeze(-1)).shape == (16,)
+        assert hidden[mask].shape == (2, 8)
         assert torch.tensor([mask.sum(), 7]).tolist() == [2, 7]
         row = ids[0]
         row[1:] += 1
