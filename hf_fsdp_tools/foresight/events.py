@@ -7,6 +7,7 @@ gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` la
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -184,21 +185,21 @@ class Trace:
         """The trace `by` rows beyond this one, where the other is `step` rows beyond it: all sizes grow evenly. None
         where their events differ in more than sizes."""
 
-        def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        def moved(one: Any, two: Any, names: tuple[str, ...]) -> Any:
             pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
-            return {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
+            sizes = {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
+            return replace(one, **sizes)
 
-        if len(self.events) != len(other.events):
-            return None
         events: list[Event] = []
-        for one, two in zip(self.events, other.events, strict=True):
+        for one, two in zip_longest(self.events, other.events):
+            names = _SIZES.get(type(one), ())
             if one != two:
-                names = _SIZES.get(type(one), ())
                 if type(one) is not type(two) or replace(two, **{name: getattr(one, name) for name in names}) != one:
                     return None
-                one = replace(one, **moved(one, two, names))
+                one = moved(one, two, names)
             events.append(one)
-        return replace(self, events=tuple(events), **moved(self, other, ("tokens", "model_flops")))
+        grown: Trace = replace(moved(self, other, ("tokens", "model_flops")), events=tuple(events))
+        return grown
 
     @property
     def has_experts(self) -> bool:

@@ -126,8 +126,7 @@ class ThroughputEstimate(Report):
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         if self.range is None:
-            lines.append(f"  tokens/s are not estimated: {self.source}")
-            lines.append(f"  {step} per step, to compare settings:")
+            lines += [f"  tokens/s are not estimated: {self.source}", f"  {step} per step, to compare settings:"]
         else:
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
             flops, is_repeated = self.model_flops / self.step_seconds, self.hardware_flops > self.model_flops
@@ -153,9 +152,7 @@ class ThroughputEstimate(Report):
 
 def show_seconds(seconds: float) -> str:
     """0.0123 as "12.3 ms"."""
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def estimate_throughput(

@@ -45,7 +45,7 @@ class Fsdp2Schedule:
     ) -> None:
         self._writer, self._setup, self._dtype = writer, setup, DTYPES[setup.reduce_dtype]
         self._units = []
-        for unit, shards in split_parameters(parameters, plan, setup):
+        for unit, shards in split_parameters(parameters, plan, setup) if setup.wrapping != "none" else ():
             # FSDP2 keeps the root where the plan does not say
             is_freed = unit.modules[0] != "" if unit.reshard_after_forward is None else unit.reshard_after_forward
             self._units.append(_Unit(unit, shards, not (setup.reshard_after_forward and is_freed)))
@@ -184,15 +184,15 @@ class Fsdp2Schedule:
 
     def _on_device(self, shard: Shard, stream: Literal["compute", "copy_in"]) -> int:
         """A shard that is copied from the host under CPU offload, and cast."""
-        writer, copied = self._writer, 0
+        writer, copied = self._writer, list[int]()
         if self._setup.offload:
-            copied = writer.take(shard.num_bytes, "gather buffers", stream)
+            copied = [writer.take(shard.num_bytes, "gather buffers", stream)]
             writer.work("host_to_device", shard.num_bytes, stream)
             if not shard.is_cast:
-                return copied
+                return copied[0]
         cast = writer.take(shard.gathered_bytes, "gather buffers", stream)
         writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
-        writer.free(*[copied] * self._setup.offload)
+        writer.free(*copied)
         return cast
 
     def _copy_out(self, unit: _Unit) -> None:
