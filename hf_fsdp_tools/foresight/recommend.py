@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
-from hf_fsdp_tools.foresight.search import AGAIN, EVERY, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
+from hf_fsdp_tools.foresight.search import AGAIN, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
@@ -28,32 +28,6 @@ SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
 MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
-
-_WORDS = {
-    "batch_size": "micro-batch",
-    AGAIN: "activation checkpointing",
-    EVERY: "of every n-th block",
-    ON_HOST: "blocks' inputs on the host",
-    "reshard_after_forward": "reshard after forward",
-    "sync_each_batch": "reduction in every micro-step",
-    "dp_replicate_size": "copies of the model",
-    "cp_size": "GPUs that share a row",
-    "tp_size": "GPUs that share a layer",
-    "ep_size": "GPUs that share experts",
-    "load_in_4bit": "4-bit base",
-    "dequantize": "dequantised base",
-    "master_dtype": "weights in",
-    "optimizer": "optimizer",
-    "offload": "offload",
-    "compile": "torch.compile",
-    "reduce_dtype": "reduction in",
-    "loss": "loss",
-    "num_gpus": "GPUs:",
-    "seq_len": "tokens per sequence:",
-    "lora_r": "LoRA of rank",
-    "gpu": "GPU",
-}
-"""Fields of `TrainingSetup` in the words of the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +72,11 @@ class Recommendation(Report):
 
     def __str__(self) -> str:
         setup, cost, rows = self.setup, self.cost, self.global_batch_size
-        width = max(map(len, (_WORDS[field] for field in SEARCHED if field in _WORDS)))
-        reasons = {_WORDS[field]: (_value(getattr(setup, field)), why) for field, why in self.reasons.items()}
         batch = f"{setup.row_words} x {setup.batch_size} x {setup.gradient_accumulation_steps} steps, "
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
         if self.tokens_per_step > MOST_TOKENS:
             batch += f": above {MOST_TOKENS:,}, more than most trainings gain from"
-        reasons["global batch"] = (f"{rows:,}", batch)
+        values = [(_title(field), _value(getattr(setup, field)), why) for field, why in self.reasons.items()]
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
         loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
@@ -127,7 +99,10 @@ class Recommendation(Report):
                 f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
                 *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
                 "",
-                *(f"{title:<{width}}  {value:>5}  {why}" for title, (value, why) in reasons.items()),
+                *(
+                    f"{title:<39} {value:>5}  {why}"
+                    for title, value, why in [*values, ("global batch", f"{rows:,}", batch)]
+                ),
                 "",
                 *(f"{title:<9} {text}" for title, text in lines),
             ]
@@ -145,25 +120,24 @@ def _training_words(setup: TrainingSetup) -> str:
     return f"{kind}, sequences of {setup.seq_len:,} tokens"
 
 
+def _title(field: str) -> str:
+    return field.replace("_", " ")
+
+
 def _value(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value)
 
 
 def _words(changes: Mapping[str, Any]) -> str:
-    """Fields with their values: "without activation checkpointing, micro-batch 2"."""
-    return ", ".join(
-        f"{'with' if value else 'without'} {_WORDS[field]}"
-        if isinstance(value, bool)
-        else f"{_WORDS[field]} {value:,}"
-        if isinstance(value, int)
-        else f"{_WORDS[field]} {value}"
-        for field, value in changes.items()
-    )
+    """Fields with their values: "without activation checkpointing, batch size 2"."""
+    ways = {True: "with {}", False: "without {}"}
+    texts = [(ways[value] if isinstance(value, bool) else f"{{}} {value}", name) for name, value in changes.items()]
+    return ", ".join(text.format(_title(name)) for text, name in texts)
 
 
 def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
-    """The searched fields in which a setup is another one."""
-    own = {name: getattr(setup, name) for name in _WORDS if name in SEARCHED}
+    """The searched fields in which a setup is another one, but how often a micro-batch of its size is run."""
+    own = {name: getattr(setup, name) for name in SEARCHED if name != "gradient_accumulation_steps"}
     return {name: value for name, value in own.items() if value != getattr(other, name)}
 
 
@@ -294,10 +268,11 @@ def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, str]:
     """What another value of each field would have meant: the fastest priced setting with one that fits, or, where none
     does, the one that takes least."""
     reasons: dict[str, str] = {}
-    for field in filter(SEARCHED.__contains__, _WORDS):
+    for field in SEARCHED:
         own = getattr(best, field)
-        if field in search.fixed:
-            reasons |= {field: "as given"} if own != getattr(TrainingSetup, field) else {}
+        if field in search.fixed or field == "gradient_accumulation_steps":
+            is_said = field in search.fixed and own != getattr(TrainingSetup, field)
+            reasons |= {field: "as given"} if is_said else {}
             continue
         if field in ("reshard_after_forward", "offload") and search.setup.wrapping != "none" and best.num_gpus > 1:
             other: dict[str, Any] = {field: not own}
@@ -336,14 +311,12 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    tries: dict[str, dict[str, Any]] = {f"rows of {2 * best.seq_len:,} tokens": {"seq_len": 2 * best.seq_len}}
-    if "batch_size" not in search.fixed:
-        tries[f"micro-batch {2 * best.batch_size}"] = {"batch_size": 2 * best.batch_size}
-    for words, changes in tries.items():
-        price = search.cost(one := replace(best, **changes))  # none where the model has no more positions
-        if price is not None and not search.has_room(one, price):
-            parts.append(f"{words} ({show_bytes(price.peak_bytes)})")
-    return " or ".join(parts) or "no rows twice as long, nor twice the micro-batch"
+    for field in ("seq_len", "batch_size"):
+        changes = {field: 2 * getattr(best, field)}
+        price = None if field in search.fixed else search.cost(one := replace(best, **changes))
+        if price is not None and not search.has_room(one, price):  # none where the model has no more positions
+            parts.append(f"{_words(changes)} ({show_bytes(price.peak_bytes)})")
+    return " or ".join(parts) or "no rows twice as long, nor twice the batch size"
 
 
 def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]:

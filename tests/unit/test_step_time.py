@@ -8,10 +8,9 @@ import pytest
 
 from hf_fsdp_tools.foresight.events import Event, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
+from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, Timing, step_time
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
-from hf_fsdp_tools.foresight.timing.step_time import Timing, step_time
 
 SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, error=0.1, source="nothing lost")

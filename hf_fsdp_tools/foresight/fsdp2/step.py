@@ -6,8 +6,7 @@ from typing import Literal
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
-from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
-from hf_fsdp_tools.foresight.fsdp2.shards import Shard
+from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 
