@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
@@ -22,7 +22,7 @@ from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Wo
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
-from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of, tensors_in
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
@@ -249,7 +249,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [each for each in tensors_in(value) if each.requires_grad]
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:

@@ -33,7 +33,7 @@ from transformers.models.auto.image_processing_auto import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, tensors_in
 from hf_fsdp_tools.foresight.tracing.repeats import short_copy
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.module_tree import replaced
@@ -145,7 +145,7 @@ def _features(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
         takes = inspect.signature(twin.get_image_features).parameters
         output = twin.get_image_features(**{key: values.as_fake(made[key]) for key in made if key in takes})
         width = int(twin.get_input_embeddings().weight.shape[-1])
-        return sum(one.numel() for one in _tensors(getattr(output, "pooler_output", output))) // width
+        return sum(one.numel() for one in tensors_in(getattr(output, "pooler_output", output))) // width
 
 
 def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -240,7 +240,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         follows = not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
         is_known = follows and all(self.of(one) is not None for one in inputs)
@@ -254,7 +254,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             address = written.untyped_storage()._cdata  # into which something unknown is written
             for one in [fake for fake, real in self._known.items() if real.untyped_storage()._cdata == address]:
                 del self._known[one]
-        elif is_known and all(one.untyped_storage().nbytes() <= _MOST_BYTES for one in _tensors(result)):
+        elif is_known and all(one.untyped_storage().nbytes() <= _MOST_BYTES for one in tensors_in(result)):
             self._keep(result, self._real(func, args, kwargs))
         return result
 
@@ -306,10 +306,6 @@ def known_values() -> Iterator[Values]:
     # torch's own reads one element after the other: seconds for the tokens of a long sequence
     with replaced(kind, tolist=tolist), _Lists(), Values() as values:
         yield values
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _count(mask: torch.Tensor, shape: torch.Size) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
@@ -136,6 +137,10 @@ def notes_of(model: nn.Module) -> Iterator[str]:
         )
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
         yield "Scratch memory of convolutions, which cuDNN chooses, is not estimated."
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:

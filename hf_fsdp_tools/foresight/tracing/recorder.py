@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
-from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch, tensors_in
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
@@ -144,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             # autograd's sum of two gradients, which lies in the memory of the first
             func = torch.ops.aten.add_.Tensor if args[0].shape == getattr(args[1], "shape", ()) else func
         result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
-        made = _tensors(result)
+        made = tensors_in(result)
         new = [tensor for tensor in made if self.take(tensor)]
         if self._compiled and self.modules and _IN_BLOCK.search(self.modules[-1]):
             self._fuse(func.overloadpacket.__name__, args, made)
@@ -185,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
-        read, unit = _tensors((args, kwargs)), self._passes[-1].unit
+        read, unit = tensors_in((args, kwargs)), self._passes[-1].unit
         if operation in COLLECTIVES:
             axis = next(each for each in reversed(args) if each in self._sizes)
             num_bytes, ranks = float((made if operation == "all_gather" else read)[0].nbytes), self._sizes[axis]
@@ -232,10 +231,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if is_short and self._alloc(block).kind == "activations":
             self._change(block, kind="temporaries")
         self.events.append(Free(number))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _touched(tensor: torch.Tensor) -> int:
