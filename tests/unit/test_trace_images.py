@@ -1,8 +1,5 @@
 """The dry run of models of text and images: images are in it, or a note says why not."""
 
-from dataclasses import replace
-from unittest.mock import patch
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -56,18 +53,6 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     with FlopCounterMode(display=False) as counter:
         real(**batch, use_cache=False).loss.backward()
     assert estimated.model_flops == counter.get_total_flops()
-
-
-@pytest.mark.nightly
-def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size():
-    _, _, setup, model, _ = built("VLM, Qwen2.5-VL")
-    find = type(model).get_image_features
-    with patch.object(type(model), "get_image_features", autospec=True, side_effect=find) as counted:
-        one, two = (images_of(model, replace(setup, batch_size=count)) for count in (1, 2))
-        assert counted.call_count == 1 and one.tokens == two.tokens
-        assert all(2 * len(one.tensors[name]) == len(tensor) for name, tensor in two.tensors.items())
-        small = images_of(model, replace(setup, image_size=(56, 56)))
-    assert counted.call_count == 2 and small.tokens < one.tokens
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():

@@ -67,12 +67,13 @@ def _read_gpus() -> Iterator[Gpu]:
     """
     with Path(__file__).with_name("gpus.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            fp32, bf16, fp16, fp8 = (float(row.pop(name) or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
+            values: dict[str, Any] = dict(row)
+            fp32, bf16, fp16, fp8 = (float(values.pop(name) or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
             bandwidths = {"link": "link_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gb_s", "memory": "gb_s"}
-            values: dict[str, Any] = {f"{n}_bandwidth": float(row.pop(own)) * 1e9 for n, own in bandwidths.items()}
-            values["memory_bytes"] = int(float(row.pop("gib")) * 2**30)
-            values["network_gbit_s"] = float(row.pop("network_gbit_s"))
-            yield Gpu(fp32=fp32, bf16=bf16 or fp32, fp16=fp16, fp8=fp8 or fp16, **row, **values)
+            values |= {f"{name}_bandwidth": float(values.pop(own)) * 1e9 for name, own in bandwidths.items()}
+            values |= {"memory_bytes": int(float(values.pop("gib")) * 2**30)}
+            values |= {"network_gbit_s": float(values["network_gbit_s"])}
+            yield Gpu(fp32=fp32, bf16=bf16 or fp32, fp16=fp16, fp8=fp8 or fp16, **values)
 
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _read_gpus()}

@@ -121,7 +121,7 @@ def _processor(config: Any) -> Any:
         if value is not None and hasattr(plain, name):
             is_pair = isinstance(getattr(plain, name), dict) and isinstance(value, int)
             settings[name] = {"height": value, "width": value} if is_pair else value
-    side = None if "image_grid_thw" in plain.model_input_names else _side(config)
+    side = 0 if "image_grid_thw" in plain.model_input_names else _side(config) or 0
     tile = dict(getattr(plain, "max_image_size", None) or {}).get("longest_edge")
     for name in ("size", "crop_size", "max_image_size") if side else ():
         sizes = dict(getattr(plain, name, None) or {})
