@@ -381,4 +381,6 @@ def _cures(search: Search) -> Iterator[str]:
             changes = {name: value for name, value in changes.items() if getattr(setup, name) != value}
             if changes and search.fits(**changes):
                 yield _words(changes)
+                if kind is kinds[0]:  # what was asked for is all that is in the way
+                    return
                 break

@@ -272,7 +272,7 @@ def test_the_longest_sequence_that_fits():
     ("params", "changes", "given", "cures"),
     [
         (7e10, {"wrapping": "none"}, (), ["lora r 16"]),
-        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch size 1; "]),
+        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch size 1."]),
         (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["seq len 1000000", "gpu h100-nvl"]),
     ],
 )
