@@ -28,16 +28,14 @@ class OutOfMemory(Exception):
     """The device has no room for a block, also after all cached segments were given back."""
 
 
-@dataclass(slots=True, eq=False)
 class _Block:
     """A part of a segment, in use or free."""
 
-    address: int
-    size: int
-    pool: "_Pool"
-    before: "_Block | None" = None
-    behind: "_Block | None" = None
-    in_use: bool = False
+    __slots__ = ("address", "before", "behind", "in_use", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: "_Pool", before: "_Block | None", behind: "_Block | None"):
+        self.address, self.size, self.pool, self.before, self.behind = address, size, pool, before, behind
+        self.in_use = False
 
 
 class _Pool:
@@ -82,7 +80,7 @@ class CachingAllocator:
             wanted = pool.page if size < _LARGE else -(-size // _LARGE_UNIT) * _LARGE_UNIT
             self._reserve(wanted)
             self._top += wanted
-            block = _Block(self._top - wanted, wanted, pool)
+            block = _Block(self._top - wanted, wanted, pool, None, None)
         if block.size - size >= pool.least_rest:
             rest = _Block(block.address + size, block.size - size, pool, block, block.behind)
             if block.behind is not None:
@@ -110,10 +108,10 @@ class CachingAllocator:
     def _grown(self, pool: _Pool, size: int) -> _Block:
         """Map more pages at the end of the pool's only segment (`try_allocate_expandable_block`)."""
         if (block := pool.last) is None:
-            block = _Block(self._top, 0, pool)
+            block = _Block(self._top, 0, pool, None, None)
             self._top += _RANGE
         elif block.in_use:
-            before, block = block, _Block(block.address + block.size, 0, pool, block)
+            before, block = block, _Block(block.address + block.size, 0, pool, block, None)
             before.behind = block
         else:
             pool.remove(block)

@@ -7,7 +7,6 @@ gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` la
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -185,21 +184,21 @@ class Trace:
         """The trace `by` rows beyond this one, where the other is `step` rows beyond it: all sizes grow evenly. None
         where their events differ in more than sizes."""
 
-        def moved(one: Any, two: Any, names: tuple[str, ...]) -> Any:
+        def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
             pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
-            sizes = {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
-            return replace(one, **sizes)
+            return {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
 
+        if len(self.events) != len(other.events):
+            return None
         events: list[Event] = []
-        for one, two in zip_longest(self.events, other.events):
-            names = _SIZES.get(type(one), ())
+        for one, two in zip(self.events, other.events, strict=True):
             if one != two:
+                names = _SIZES.get(type(one), ())
                 if type(one) is not type(two) or replace(two, **{name: getattr(one, name) for name in names}) != one:
                     return None
-                one = moved(one, two, names)
+                one = replace(one, **moved(one, two, names))
             events.append(one)
-        grown: Trace = replace(moved(self, other, ("tokens", "model_flops")), events=tuple(events))
-        return grown
+        return replace(self, events=tuple(events), **moved(self, other, ("tokens", "model_flops")))
 
     @property
     def has_experts(self) -> bool:
