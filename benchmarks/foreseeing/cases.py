@@ -137,17 +137,6 @@ def _idefics3(size: Size) -> PreTrainedConfig:
     return hf.Idefics3Config(text_config=text, vision_config=_vision(size), image_token_id=9, scale_factor=2)
 
 
-def _mllama(size: Size) -> PreTrainedConfig:
-    """Text that attends to images in layers of its own."""
-    layers = max(4, size.layers)
-    text = _of_decoder(size) | {"num_hidden_layers": layers, "cross_attention_layers": [1, 3], "model_type": "mllama"}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "pad_token_id": 1}
-    text.pop("head_dim")
-    vision = _vision(size) | {"num_global_layers": 1, "intermediate_layers_indices": [0, 1], "max_num_tiles": 4}
-    vision |= {"attention_heads": vision.pop("num_attention_heads"), "vision_output_dim": 3 * size.hidden // 2}
-    return hf.MllamaConfig(text_config=text, vision_config=vision, image_token_index=9)
-
-
 EVERY, ON_HOST, KEPT = (f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
 
 
@@ -195,7 +184,6 @@ CASES = (
             ("LLaVA, LoRA, checkpointing", _llava, dict(lora_r=16, activation_checkpointing=True)),
             ("Gemma 3", _gemma3_vl, {}),
             ("Idefics 3", _idefics3, {}),
-            ("Llama 3.2 Vision", _mllama, {}),
         )
     ),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),

@@ -171,14 +171,13 @@ def _of_model(options: argparse.Namespace, config: "FSDPConfig", reasons: dict[s
         lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
     if config.mixed_precision == "fp8":
         lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
-    searched = {name: "; ".join(said) for name, said in best.reasons.items()}
     degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
     recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload"))
     names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
     of_setup = {name: SETUP_FIELDS.get(name, name) for name in names}
     return _Answer(
         config=replace(config, **{name: getattr(best.setup, own) for name, own in of_setup.items()}),
-        reasons=reasons | {name: searched[own] for name, own in of_setup.items() if own in searched},
+        reasons=reasons | {name: best.reasons[own] for name, own in of_setup.items() if own in best.reasons},
         lines=lines,
         start=["hf-fsdp", recipe],
         script=script,

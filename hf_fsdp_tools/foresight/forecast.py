@@ -1,12 +1,13 @@
 """From a model's name to the events of a step: the way that estimates of memory and time share, with its cache."""
 
+import json
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
@@ -20,10 +21,10 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
-from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.meta import build_meta_model, copy_on_meta, load_config
 from hf_fsdp_tools.modeling.packed import check_experts, pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
-from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
+from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
 from hf_fsdp_tools.sharding.added import plan_with_adapters
@@ -49,8 +50,20 @@ _NOT_BUILT = (
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
-_MOST_MODELS, _MOST_TRACES = 2, 16
-"""Kept in this process; the trace of a large model takes some tens of MB. (assumed)"""
+_MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process; the trace of a large model takes some tens of MB. (assumed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is estimated of a training, which `print` and `to_json` show."""
+
+    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has beside the fields
+
+    def to_json(self) -> str:
+        """All of it as JSON text: fields and what follows from them, sizes in bytes; null is what is not estimated."""
+        shown = {name: getattr(self, name) for name in (*[each.name for each in fields(self)], *self._derived)}
+        shown = {name: None if value == math.inf else value for name, value in shown.items() if name != "forecast"}
+        return json.dumps(shown, default=lambda value: asdict(value) if is_dataclass(value) else repr(value))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +76,12 @@ class Forecast:
     step: Step
     """One optimizer step under FSDP2; of more than three micro-steps three, since those after the second are alike."""
 
-    @property
-    def model_class(self) -> str:
-        return self.plan.model_class
-
 
 _Key: TypeAlias = tuple[object, ...]
 _models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
-_traces: dict[_Key, tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Trace]]] = {}
-"""With the setup whose loss is named, the bytes of frozen models, and the traces by number of rows."""
+_Begun: TypeAlias = tuple[nn.Module, WrapPlan, Any, int, dict[int, Trace]]
+"""A model, its plan, its kind of loss, the bytes of frozen models, and the traces by number of rows."""
+_traces: dict[_Key, _Begun] = {}
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
@@ -83,15 +93,20 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
         return *sources, repr(sorted(model_kwargs.items())), repr(own)
 
-    def begun() -> tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Trace]]:
+    def begun() -> _Begun:
         made = partial(build, name_or_model, setup, **model_kwargs)
         model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
-        settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
-        return model, plan, settled, _frozen_bytes(setup, model_kwargs), {}
+        return (
+            model,
+            plan,
+            setup.loss or ("chunked" if predicts_words(model) else "full"),
+            _frozen(setup, model_kwargs),
+            {},
+        )
 
     own = key(source, (*_NOT_TRACED, "batch_size", "rows_per_example"))
-    model, plan, settled, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
-    setup = replace(setup, loss=settled.loss)
+    model, plan, loss, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
+    setup = replace(setup, loss=loss)
     trace = _trace_of(model, plan, setup, traces)
     if setup.frozen_models:
         notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
@@ -139,10 +154,10 @@ def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Valu
 
 def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> tuple[nn.Module, WrapPlan]:
     """The model of a training on meta, and the plan of its units."""
-    is_own = isinstance(name_or_model, nn.Module)
-    model = (
-        _on_meta(name_or_model) if isinstance(name_or_model, nn.Module) else _built(name_or_model, setup, model_kwargs)
-    )
+    if is_own := isinstance(name_or_model, nn.Module):
+        model = copy_on_meta(name_or_model)
+    else:
+        model = _built(name_or_model, setup, model_kwargs)
     is_divided = max(setup.tp_size, setup.ep_size) > 1
     if not setup.dequantize and not packed_parameters(model):
         if is_own:
@@ -177,7 +192,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     return base, plan
 
 
-def _frozen_bytes(setup: TrainingSetup, model_kwargs: dict[str, Any]) -> int:
+def _frozen(setup: TrainingSetup, model_kwargs: dict[str, Any]) -> int:
     """Bytes of the models that are held and not trained, whole."""
     kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
     plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
@@ -193,29 +208,15 @@ def _image_encoder(model: nn.Module) -> nn.Module:
     return encoder
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model with parameters of its own, on meta."""
-    own = {
-        parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-
-    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-        return {key: None if value is None else own[value] for key, value in module._parameters.items()}
-
-    return copy_tree(model, parameters=parameters).model
-
-
 def _built(source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]) -> Any:
     hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
     config = load_config(source, **hub)
     if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
         raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
-    options: dict[str, Any] = {}
+    dtype = DTYPES[setup.precision]
+    options: dict[str, Any] = {"dtype": DTYPES[setup.master_dtype] if setup.lora_r is None else dtype}
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options["attn_implementation"] = "eager"
-    frozen, dtype = setup.lora_r is not None or setup.load_in_4bit, DTYPES[setup.precision]
-    options["dtype"] = dtype if frozen else DTYPES[setup.master_dtype]
     if setup.load_in_4bit:
         names = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
         four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} | dict.fromkeys(names, dtype)

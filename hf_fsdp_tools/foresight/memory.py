@@ -1,15 +1,14 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_fsdp_tools.foresight.allocator import Replay, replay
 from hf_fsdp_tools.foresight.events import Alloc, Work, states
-from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
+from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
@@ -43,7 +42,7 @@ blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/fore
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """The memory of a training on the GPU that takes most, in steps after the first.
 
     Example:
@@ -52,6 +51,7 @@ class MemoryEstimate:
         (True, True, ...)
     """
 
+    _derived: ClassVar = ("total", "fits", "spare_bytes")
     model_class: str
     num_params: int
     setup: TrainingSetup
@@ -97,22 +97,14 @@ class MemoryEstimate:
         them: the module inside of the unit and the operator, or the kind of memory."""
         step = self.forecast.step
         groups: dict[tuple[object, ...], list[Alloc]] = {}
-        _, _, blocks = next(states(step.events, step.resident, [self.peak_event]))
-        for alloc in blocks.values():
+        for alloc in next(states(step.events, step.resident, [self.peak_event]))[2].values():
             key = (alloc.source or alloc.kind, re.sub(r"\d+", "#", alloc.unit), alloc.source and alloc.num_bytes)
             groups.setdefault(key, []).append(alloc)
         rows = []
         for group in groups.values():
             units = merge_names(dict.fromkeys(alloc.unit for alloc in group if alloc.unit))
-            num_bytes = sum(alloc.num_bytes for alloc in group)
-            rows.append((num_bytes, len(group), units, group[0].source or group[0].kind))
+            rows.append((sum(alloc.num_bytes for alloc in group), len(group), units, group[0].source or group[0].kind))
         return sorted(rows, key=lambda row: -row[0])[:most]
-
-    def to_json(self) -> str:
-        """This estimate as JSON text."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "forecast"}
-        own |= {"setup": asdict(self.setup), "total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}
-        return json.dumps(own, default=repr)
 
     def __str__(self) -> str:
         setup = self.setup
@@ -129,15 +121,18 @@ class MemoryEstimate:
             *self.outside.items(),
             ("in all", self.total),
         ]
-        width = max(len(name) for name, _ in rows)
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
             f"{setup.batch_size * setup.rows_per_example} × {setup.seq_len:,} tokens per {each}{times}; the peak "
             f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
-            *(self._row(name, num_bytes, width) for name, num_bytes in rows),
-            self._verdict(),
         ]
+        for name, num_bytes in rows:  # share of the GPU's memory as a number and as a bar
+            share = num_bytes / self.limit_bytes
+            bar = "█" * min(30, round(30 * share)) if name in self.at_peak else ""
+            head = "=" if name in ("allocated at the peak", "in all") else " "
+            lines.append(f"{head} {name:<23} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip())
+        lines.append(self._verdict())
         wasted = WASTED * self.limit_bytes
         if cached > wasted and (saved := self.peak_reserved - self.peak_expandable) > wasted:
             lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")
@@ -145,23 +140,15 @@ class MemoryEstimate:
             lines.append(f"host memory of each process: {show_bytes(self.host_bytes)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _row(self, name: str, num_bytes: int, width: int) -> str:
-        """One line of the table: bytes, share of the GPU's memory as a number and as a bar."""
-        share = num_bytes / self.limit_bytes
-        bar = "█" * min(30, round(30 * share)) if name in self.at_peak else ""
-        head = "=" if name in ("allocated at the peak", "in all") else " "
-        return f"{head} {name:<{width}} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip()
-
     def _verdict(self) -> str:
-        limit = f"the GPU's {show_bytes(self.limit_bytes)}"
+        limit, spare = f"the GPU's {show_bytes(self.limit_bytes)}", show_bytes(abs(self.spare_bytes))
         if self.is_full:
-            return f"does not fit: {show_bytes(-self.spare_bytes)} more than {limit}"
+            return f"does not fit: {spare} more than {limit}"
         if self.retried:
             return f"fits {limit} slowly: each step, the allocator gives cached memory back {len(self.retried)} times"
         if self.spare_bytes < MARGIN * self.limit_bytes:
-            free = f"{show_bytes(self.spare_bytes)} of {limit}"
-            return f"fits barely: {free} are spare, less than the {MARGIN:.0%} that `hf-fsdp config` leaves"
-        return f"fits: {show_bytes(self.spare_bytes)} of {limit} are spare"
+            return f"fits barely: {spare} of {limit} are spare, less than the {MARGIN:.0%} that `hf-fsdp config` leaves"
+        return f"fits: {spare} of {limit} are spare"
 
 
 def estimate_memory(
@@ -207,19 +194,19 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
     unit, held, _ = next(states(step.events, step.resident, [at]))
-    coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
+    coming = next((event.phase for event in step.events[at:] if isinstance(event, Work)), "optimizer")
     kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     is_many = setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS
     return MemoryEstimate(
-        model_class=forecast.model_class,
+        model_class=forecast.plan.model_class,
         # of the plan where a rank has a part, of the trace where the plan counts bytes
         num_params=max(forecast.plan.num_params * setup.dequantize, trace.num_params),
         setup=setup,
         peak_allocated=used.peak_allocated,
         peak_reserved=used.peak_reserved,
         at_peak={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
-        peak_phase="optimizer" if coming is None else coming.phase,
+        peak_phase=coming,
         peak_unit=unit,
         peak_event=at,
         outside=outside,

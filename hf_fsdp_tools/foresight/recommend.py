@@ -1,20 +1,19 @@
 """Recommend the settings of a training: the fastest that fit, what is next best, what would break them."""
 
-import json
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from textwrap import wrap
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.forecast import Source, step_of
+from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
-from hf_fsdp_tools.foresight.search import EVERY, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
+from hf_fsdp_tools.foresight.search import AGAIN, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
@@ -23,8 +22,7 @@ from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import show_bytes
 
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-"""The variable with which segments of the allocator grow."""
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # The variable with which segments of the allocator grow
 
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
@@ -33,7 +31,7 @@ MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recommendation:
+class Recommendation(Report):
     """The fastest setting that fits, and what speaks for it.
 
     Example:
@@ -42,22 +40,20 @@ class Recommendation:
         (True, 4)
     """
 
+    _derived: ClassVar = ("global_batch_size", "tokens_per_second_per_gpu")
     model: str
     setup: TrainingSetup
     cost: Cost
     gpu_bytes: int
     margin: float  # Part of `gpu_bytes` that stays free at least
-    whole_logits_bytes: int = 0
-    """`cost.peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
     expandable_bytes: int = 0
     """`cost.peak_bytes` with PYTORCH_ALLOC_CONF=expandable_segments:True; 0 where that saves next to nothing."""
-    reasons: Mapping[str, tuple[str, ...]]
-    """Why each field that was searched has its value: a line per value that was rejected, with its figures."""
+    reasons: Mapping[str, str]
+    """Why each field that was searched has its value: the best of the settings with another, with its figures."""
     next_best: str  # The fastest that fits of those that do more than take another micro-batch, with its figures
     breaks: str  # What would not fit any more, or not be known
     proposals: tuple[str, ...] = ()
     """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded or compiled."""
-    estimated: int
 
     @property
     def global_batch_size(self) -> int:
@@ -75,83 +71,42 @@ class Recommendation:
         return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
 
     def __str__(self) -> str:
-        setup, cost = self.setup, self.cost
-        lines = [
-            f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
-            *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
-            "",
-        ]
-        width = max(map(len, _TITLES.values()))
-        for field, reasons in self.reasons.items():
-            head = f"{_TITLES[field]:<{width}}  {_value_words(getattr(setup, field)):>5}  "
-            lines += [(" " * len(head) if at else head) + reason for at, reason in enumerate(reasons)]
+        setup, cost, rows = self.setup, self.cost, self.global_batch_size
+        batch = f"{setup.row_words} x {setup.batch_size} x {setup.gradient_accumulation_steps} steps, "
+        batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
+        if self.tokens_per_step > MOST_TOKENS:
+            batch += f": above {MOST_TOKENS:,}, more than most trainings gain from"
+        values = [(_title(field), _value(getattr(setup, field)), why) for field, why in self.reasons.items()]
+        kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
+        loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
+        speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
-        lines.append(
-            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.row_words} x {setup.batch_size} x "
-            f"{setup.gradient_accumulation_steps} steps, {self.tokens_per_step:,} tokens{self._warning()}"
+        memory = f"{show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free (at least "
+        on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_gpus)
+        lines = [
+            ("memory", f"{memory}{reserve} for what estimates cannot know)"),
+            *[("", f"with {EXPANDABLE} {show_bytes(self.expandable_bytes)}")] * (self.expandable_bytes > 0),
+            *[("on host", f"{show_bytes(on_host)} of memory per machine")] * (on_host > 0),
+            ("speed", speed + (loop if cost.is_estimated else ", to compare settings alone")),
+            ("chosen", _words({"batch_size": setup.batch_size} | _changes(setup, TrainingSetup()))),
+            ("next best", self.next_best),
+            ("breaks", self.breaks),
+            *(("" if at else "faster", each) for at, each in enumerate(self.proposals)),
+            *(("note", note) for note in cost.notes),
+        ]
+        return "\n".join(
+            [
+                f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
+                *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
+                "",
+                *(
+                    f"{title:<39} {value:>5}  {why}"
+                    for title, value, why in [*values, ("global batch", f"{rows:,}", batch)]
+                ),
+                "",
+                *(f"{title:<9} {text}" for title, text in lines),
+            ]
         )
-        speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-        if cost.is_estimated:
-            kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
-            speed += f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
-        else:
-            speed += ", to compare settings alone"
-        lines += [
-            "",
-            f"memory    {show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
-            f"(at least {reserve} for what estimates cannot know)",
-        ]
-        if cost.retries:
-            lines.append(f"          full {cost.retries} times per step, for which the GPU stands still")
-        if self.expandable_bytes:
-            lines.append(f"          with {EXPANDABLE} {show_bytes(self.expandable_bytes)}")
-        if whole := self.whole_logits_bytes:
-            fits = "" if whole <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
-            lines.append(f"loss      chunked, as the recipes make it; with whole logits {show_bytes(whole)}{fits}")
-        if cost.host_bytes:
-            processes = min(setup.gpus_per_node, setup.num_gpus)
-            lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
-        lines += [
-            f"speed     {cost.step_seconds:,.2f} s per step, {speed}",
-            f"chosen    {_words({'batch_size': setup.batch_size} | _changes(setup, TrainingSetup()))}",
-            f"next best {self.next_best}",
-            f"breaks    {self.breaks}",
-            *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
-            *(f"note      {note}" for note in cost.notes),
-            f"searched  by {self.estimated} estimates",
-        ]
-        return "\n".join(lines)
-
-    def _warning(self) -> str:
-        if self.global_batch_size == 1:
-            return ": one row per step trains badly"
-        few = f": above {MOST_TOKENS:,}, more than most trainings gain from"
-        return few if self.tokens_per_step > MOST_TOKENS else ""
-
-    def to_json(self) -> str:
-        """All of it as JSON: fields as here, sizes in bytes."""
-        derived = {name: getattr(self, name) for name in ("global_batch_size", "tokens_per_second_per_gpu")}
-        return json.dumps(asdict(self) | derived, indent=1, default=str)
-
-
-_TITLES = {
-    "batch_size": "micro-batch",
-    "activation_checkpointing": "activation checkpointing",
-    EVERY: "of every n-th block",
-    ON_HOST: "blocks' inputs on the host",
-    "reshard_after_forward": "reshard after forward",
-    "sync_each_batch": "reduction in every micro-step",
-    "dp_replicate_size": "copies of the model",
-    "cp_size": "GPUs that share a row",
-    "tp_size": "GPUs that share a layer",
-    "ep_size": "GPUs that share experts",
-    "load_in_4bit": "4-bit base",
-    "dequantize": "dequantised base",
-    "master_dtype": "weights in",
-    "optimizer": "optimizer",
-    "offload": "offload",
-}
-_OTHER_TITLES = {"compile": "torch.compile", "reduce_dtype": "reduction in"}
 
 
 def _percent(part: float) -> str:
@@ -165,22 +120,25 @@ def _training_words(setup: TrainingSetup) -> str:
     return f"{kind}, sequences of {setup.seq_len:,} tokens"
 
 
-def _value_words(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+def _title(field: str) -> str:
+    return field.replace("_", " ")
+
+
+def _value(value: Any) -> str:
+    return str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value)
 
 
 def _words(changes: Mapping[str, Any]) -> str:
-    """Fields with their values: "without activation checkpointing, micro-batch 2"."""
-    titles = _TITLES | _OTHER_TITLES
-    return ", ".join(
-        f"{'with' if value else 'without'} {titles[field]}" if isinstance(value, bool) else f"{titles[field]} {value}"
-        for field, value in changes.items()
-    )
+    """Fields with their values: "without activation checkpointing, batch size 2"."""
+    ways = {True: "with {}", False: "without {}"}
+    texts = [(ways[value] if isinstance(value, bool) else f"{{}} {value}", name) for name, value in changes.items()]
+    return ", ".join(text.format(_title(name)) for text, name in texts)
 
 
 def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
-    """The searched fields in which a setup is another one."""
-    return {name: value for name in _TITLES if (value := getattr(setup, name)) != getattr(other, name)}
+    """The searched fields in which a setup is another one, but how often a micro-batch of its size is run."""
+    own = {name: getattr(setup, name) for name in SEARCHED if name != "gradient_accumulation_steps"}
+    return {name: value for name, value in own.items() if value != getattr(other, name)}
 
 
 def recommend_config(
@@ -226,15 +184,13 @@ def recommend_config(
     """
     if not 0 <= margin < 1:
         raise ConfigError(f"margin is {margin}: it is the part of the memory that stays free; use 0.1 for 10 %")
-    kwargs, longest, count = dict(model_kwargs or {}), None, 0
+    kwargs, longest = dict(model_kwargs or {}), None
     evaluate = _pricing(name_or_model, kwargs, margin)
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
         longest = _most_tokens(name_or_model, kwargs)
 
     def priced(one: TrainingSetup) -> Cost:
-        nonlocal count
-        count += 1
         say(f"estimating micro-batch {one.batch_size} of {one.seq_len:,} tokens")
         return evaluate(one)
 
@@ -244,7 +200,7 @@ def recommend_config(
         setup=setup,
         fixed=frozenset(fixed) & frozenset(SEARCHED),
         evaluate=priced,
-        limit_bytes=int(gpu.memory_bytes * (1 - margin)),
+        margin=margin,
         global_batch_size=global_batch_size,
     )
     if longest is not None:  # of powers of two and the longest, where the leanest setting fits
@@ -253,10 +209,9 @@ def recommend_config(
         search = replace(search, setup=replace(setup, seq_len=lengths[at]), prices={})
     found, model = search.run(), _model_name(name_or_model)
     if found is None:
-        raise ConfigError(_nothing_fits(model, search, margin))
+        raise ConfigError(_nothing_fits(model, search))
     best, cost = found
     reasons, grown = _reasons(search, best, cost), 0
-    whole = search.cost(replace(best, loss="full")) if cost.loss == "chunked" and best.loss is None else None
     if not (gpu.family.startswith("mi") or best.expandable_segments):  # AMD's have none
         grown = search.evaluate(replace(best, expandable_segments=True)).peak_bytes
     return Recommendation(
@@ -265,13 +220,11 @@ def recommend_config(
         cost=cost,
         gpu_bytes=gpu.memory_bytes,
         margin=margin,
-        whole_logits_bytes=whole.peak_bytes if whole else 0,
         expandable_bytes=grown if grown and cost.peak_bytes - grown > WASTED * gpu.memory_bytes else 0,
         reasons=reasons,
         next_best=_next_best(search, best, cost),
         breaks=_breaks(search, best),
         proposals=tuple(_proposals(search, best, cost)),
-        estimated=count,
     )
 
 
@@ -287,7 +240,6 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: flo
             step_seconds=time.step_seconds,
             floor_seconds=time.step_seconds - time.parts["communication"] - time.parts["offload"],
             host_bytes=memory.host_bytes,
-            retries=len(memory.retried),
             loss=memory.setup.loss,
             is_estimated=time.is_estimated,
             notes=tuple(dict.fromkeys((*memory.notes, *time.notes, *([] if time.is_estimated else [time.source])))),
@@ -312,38 +264,31 @@ def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
     return (max_positions(config) if isinstance(config, PreTrainedConfig) else None) or LONGEST
 
 
-def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, tuple[str, ...]]:
-    """What other values of each field would have meant: the fastest priced setting with each that fits, or, where none
+def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, str]:
+    """What another value of each field would have meant: the fastest priced setting with one that fits, or, where none
     does, the one that takes least."""
-    reasons: dict[str, tuple[str, ...]] = {}
-    for field in _TITLES:
+    reasons: dict[str, str] = {}
+    for field in SEARCHED:
         own = getattr(best, field)
-        if field in search.fixed:
-            reasons |= {field: ("as given",)} if own != getattr(TrainingSetup, field) else {}
+        if field in search.fixed or field == "gradient_accumulation_steps":
+            is_said = field in search.fixed and own != getattr(TrainingSetup, field)
+            reasons |= {field: "as given"} if is_said else {}
             continue
         if field in ("reshard_after_forward", "offload") and search.setup.wrapping != "none" and best.num_gpus > 1:
             other: dict[str, Any] = {field: not own}
             search.cost(replace(best, **other))
-        others: dict[Any, list[Priced]] = {}
-        for one, price in search.known:
-            if field != "batch_size" or _changes(one, best).keys() == {field}:
-                others.setdefault(getattr(one, field), []).append((one, price))
-        others.pop(own, None)
-        values = sorted(others)
-        if field == "batch_size":  # its neighbours
-            values = [*[n for n in values if n < own][-1:], *[n for n in values if n > own][:1]]
-        lines = []
-        for value in values:
-            changes, figures = _compared(search, best, cost, others[value])
-            changes.pop(field)
-            lines.append(f"{_value_words(value)}: {figures}" + (f" ({_words(changes)})" if changes else ""))
-        reasons |= {field: tuple(lines)} if lines else {}
+        alone = field == "batch_size"  # which goes with all else
+        others = [(one, price) for one, price in search.known if getattr(one, field) != own]
+        if others := [each for each in others if not alone or _changes(each[0], best).keys() == {field}]:
+            changes, figures = _compared(search, best, cost, others)
+            value = _value(changes.pop(field))
+            reasons[field] = f"{value}: {figures}" + (f" ({_words(changes)})" if changes else "")
     return reasons
 
 
 def _compared(search: Search, best: TrainingSetup, cost: Cost, some: list[Priced]) -> tuple[dict[str, Any], str]:
     """The fastest that fits of some settings, or the one that takes least: what it changes, and its figures."""
-    fitting = [each for each in some if search.has_room(each[1])]
+    fitting = [each for each in some if search.has_room(*each)]
     one, price = max(fitting, key=lambda each: rate(*each)) if fitting else min(some, key=lambda e: e[1].peak_bytes)
     size = show_bytes(price.peak_bytes)
     if not fitting:
@@ -366,44 +311,41 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    tries: dict[str, dict[str, Any]] = {f"rows of {2 * best.seq_len:,} tokens": {"seq_len": 2 * best.seq_len}}
-    if "batch_size" not in search.fixed:
-        tries[f"micro-batch {2 * best.batch_size}"] = {"batch_size": 2 * best.batch_size}
-    for words, changes in tries.items():
-        try:
-            price = search.evaluate(replace(best, **changes))
-        except ConfigError:  # the model has no more positions
-            continue
-        if price.peak_bytes > search.limit_bytes:
-            parts.append(f"{words} ({show_bytes(price.peak_bytes)})")
-    return " or ".join(parts) or "no rows twice as long, nor twice the micro-batch"
+    for field in ("seq_len", "batch_size"):
+        changes = {field: 2 * getattr(best, field)}
+        price = None if field in search.fixed else search.cost(one := replace(best, **changes))
+        if price is not None and not search.has_room(one, price):  # none where the model has no more positions
+            parts.append(f"{_words(changes)} ({show_bytes(price.peak_bytes)})")
+    return " or ".join(parts) or "no rows twice as long, nor twice the batch size"
 
 
 def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     # What a compiler makes of the rules that dequantise weights is not known.
-    changes_to_try: list[dict[str, Any]] = [] if best.compile or not best.dequantize else [{"compile": True}]
-    is_exposed = 1 - cost.floor_seconds / cost.step_seconds > 2 * GAIN
-    if is_exposed and best.precision == "bf16" and best.reduce_dtype == "fp32":
-        changes_to_try.append({"reduce_dtype": "bf16"})
-    for changes in changes_to_try:
-        price = search.evaluate(replace(best, **changes))
-        gain = cost.step_seconds / price.step_seconds - 1
-        if price.peak_bytes <= search.limit_bytes and gain > GAIN:
-            yield f"{_words(changes)}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
+    changes: dict[str, Any] = {"compile": best.dequantize or best.compile, "reduce_dtype": best.precision}
+    for field, value in changes.items():
+        if value == getattr(best, field):
+            continue
+        price = search.cost(one := replace(best, **{field: value}))
+        if (
+            price is not None
+            and search.has_room(one, price)
+            and (gain := rate(one, price) / rate(best, cost) - 1) > GAIN
+        ):
+            yield f"{_words({field: value})}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
 
 
 # ---- where nothing fits ----
 
 
-def _nothing_fits(model: str, search: Search, margin: float) -> str:
-    """Why nothing fits, and the nearest that does."""
+def _nothing_fits(model: str, search: Search) -> str:
+    """Why nothing fits, and what does."""
     setup, least = search.setup, min(cost.peak_bytes for _, cost in search.known)
-    fitting = "; ".join(_nearest(search))
+    fitting = "; ".join(_cures(search))
     return (
         f"{model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
-        f"{show_bytes(least)} per GPU at least, and {show_bytes(search.limit_bytes)} may be used ({_percent(margin)} "
-        f"stays free). " + (f"What fits: {fitting}." if fitting else "Take a smaller model.")
+        f"{show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
+        f"({_percent(search.margin)} stays free). " + (f"What fits: {fitting}." if fitting else "Take a smaller model.")
     )
 
 
@@ -411,46 +353,34 @@ def what_fits(
     name_or_model: Source, setup: TrainingSetup, *, model_kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
-    evaluate, limit = _pricing(name_or_model, model_kwargs or {}, 0.0), gpu_named(setup.gpu).memory_bytes
-    return list(_nearest(Search(setup=setup, fixed=frozenset(SEARCHED), evaluate=evaluate, limit_bytes=limit)))
+    evaluate = _pricing(name_or_model, model_kwargs or {}, 0.0)
+    search = Search(setup=setup, fixed=frozenset(SEARCHED), evaluate=evaluate, margin=0.0)
+    search.cost(setup)
+    return list(_cures(search))
 
 
-def _nearest(search: Search) -> Iterator[str]:
-    """Yield changes, each of which makes it fit."""
+def _cures(search: Search) -> Iterator[str]:
+    """Yield changes in words, each of which makes it fit: of each kind of change that which changes least."""
     setup = search.setup
-    lean: dict[str, Any] = {"activation_checkpointing": True, "reshard_after_forward": True, "sync_each_batch": True}
+    lean: dict[str, Any] = {AGAIN: True, "reshard_after_forward": True, "sync_each_batch": True}
     lean |= {"dp_replicate_size": 1, "batch_size": 1, ON_HOST: True, "offload": setup.wrapping != "none"}
-    changes = {name: lean[name] for name in lean if name in search.fixed and getattr(setup, name) != lean[name]}
-    recomputes = setup.activation_checkpointing or "activation_checkpointing" not in search.fixed
-    alone = [{name: value} for name, value in changes.items() if name != ON_HOST or recomputes]
-    for some in [*alone, changes]:
-        if some and search.fits(**({"activation_checkpointing": True} if some.get(ON_HOST) else {}) | some):
-            yield _words(some)
-            return
-    is_adamw, is_bf16 = setup.optimizer in ("adamw", "adamw_foreach"), setup.precision == "bf16"
-    ways: dict[str, tuple[bool, dict[str, Any]]] = {
-        "a chunked loss": (setup.loss == "full", {"loss": "chunked"}),
-        "reduction in bf16": (setup.reduce_dtype == "fp32" and is_bf16, {"reduce_dtype": "bf16"}),
-        "optimizer adamw_8bit": (is_adamw, {"optimizer": "adamw_8bit"}),
-    }
-    yield from (words for words, (is_change, change) in ways.items() if is_change and search.fits(**change))
-    if setup.wrapping != "none":
-        counts = (setup.num_gpus * 2**power for power in range(1, 13))
-        if count := next((n for n in counts if n <= MOST_GPUS and search.fits(num_gpus=n)), None):
-            yield f"{count} GPUs"
-    lengths = (setup.seq_len // 2**power for power in range(1, 20))
-    if shorter := next((n for n in lengths if n >= SHORTEST and search.fits(seq_len=n)), None):
-        yield f"sequences of {shorter:,} tokens"
-    rank = " (r 16)" * (setup.lora_r is None)
+    lean = {name: value for name, value in lean.items() if name in search.fixed}
     adapted: dict[str, Any] = {"lora_r": setup.lora_r or 16, "master_dtype": "fp32"}
-    if setup.lora_r is None and search.fits(**adapted):
-        yield f"LoRA{rank}"
-    elif setup.dequantize and not setup.load_in_4bit:
-        bases = {"LoRA{} of a base that stays quantised": {"dequantize": False}, "QLoRA{}": {"load_in_4bit": True}}
-        if words := next((words for words, change in bases.items() if search.fits(**adapted, **change)), None):
-            yield words.format(rank)
-    cost = search.cost(search.lean())
-    needed = (cost.peak_bytes if cost else 0) * gpu_named(setup.gpu).memory_bytes / search.limit_bytes
-    larger = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
-    if larger:
-        yield larger[0][1]
+    kinds: list[list[dict[str, Any]]] = [
+        [*({name: value} | ({AGAIN: True} if name == ON_HOST else {}) for name, value in lean.items()), lean],
+        [{"loss": "chunked"}],
+        [{"reduce_dtype": setup.precision}],
+        [{"optimizer": "adamw_8bit"}],
+        [{"num_gpus": count} for power in range(1, 13) if (count := setup.num_gpus * 2**power) <= MOST_GPUS],
+        [{"seq_len": length} for power in range(1, 20) if (length := setup.seq_len // 2**power) >= SHORTEST],
+        [adapted, adapted | {"dequantize": False}, adapted | {"load_in_4bit": True}],
+        [{"gpu": name} for _, name in sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values())],
+    ]
+    for kind in kinds:
+        for changes in kind:
+            changes = {name: value for name, value in changes.items() if getattr(setup, name) != value}
+            if changes and search.fits(**changes):
+                yield _words(changes)
+                if kind is kinds[0]:  # what was asked for is all that is in the way
+                    return
+                break

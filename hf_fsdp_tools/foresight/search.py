@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GAIN = 0.01  # Relative gain in speed below which settings count as equally fast: less memory wins. (assumed)
 
@@ -20,15 +21,14 @@ TOKENS = 2**18
 """Tokens of an optimizer step where none are asked for: 64 rows of 4,096. (assumed; published fine-tunings take 65 K
 (Alpaca: 128 × 512) to 524 K (Tülu 3: 128 × 4,096))"""
 
-EVERY, ON_HOST = "activation_checkpointing_every_n_layers", "activation_checkpointing_offload"
+AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload"))
 DEGREES = ("ep_size", "cp_size", "tp_size")
+_SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 SEARCHED = (
-    "batch_size", "gradient_accumulation_steps", "activation_checkpointing", EVERY, ON_HOST, "reshard_after_forward",
-    "sync_each_batch", "dp_replicate_size", *DEGREES, "load_in_4bit", "dequantize", "master_dtype", "optimizer",
-    "offload",
+    "batch_size", "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES, "load_in_4bit",
+    "dequantize", "master_dtype", "optimizer", "offload",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
-_SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 
 LONG = 32_768
 """Tokens per sequence from which rows are shared where that is faster, and not only where nothing else fits. (assumed:
@@ -48,14 +48,13 @@ class Cost:
     floor_seconds: float = 0.0
     """Of `step_seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
     host_bytes: int = 0  # Host memory of one process under offload
-    retries: int = 0
-    """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
     loss: Literal["full", "chunked", None] = None
     is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings
     notes: tuple[str, ...] = ()
 
 
 Evaluate = Callable[[TrainingSetup], Cost]  # Price a setting; called once per setting
+Priced = tuple[TrainingSetup, Cost]
 
 
 def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> dict[int, int]:
@@ -82,9 +81,6 @@ def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int
     return {rest: steps} if steps else {size: rest // size for size in range(1, rest + 1) if rest % size == 0}
 
 
-Priced = tuple[TrainingSetup, Cost]
-
-
 @dataclass
 class Search:
     """The prices of settings that are known so far, and the conclusions from them."""
@@ -92,7 +88,7 @@ class Search:
     setup: TrainingSetup  # Values of all that is fixed, and of what is not searched
     fixed: frozenset[str]  # Those of `SEARCHED` that stay as in `setup`
     evaluate: Evaluate
-    limit_bytes: int
+    margin: float  # Part of the GPU's memory that stays free
     global_batch_size: int | None = None
     prices: dict[str, tuple[TrainingSetup, Cost | None]] = field(default_factory=dict)
 
@@ -113,10 +109,14 @@ class Search:
 
     @property
     def fitting(self) -> list[Priced]:
-        return [each for each in self.known if self.has_room(each[1])]
+        return [(setup, cost) for setup, cost in self.known if self.has_room(setup, cost)]
 
-    def has_room(self, cost: Cost | None) -> bool:
-        return cost is not None and cost.peak_bytes <= self.limit_bytes
+    def limit(self, setup: TrainingSetup) -> int:
+        """Bytes of a GPU that may be used."""
+        return int(gpu_named(setup.gpu).memory_bytes * (1 - self.margin))
+
+    def has_room(self, setup: TrainingSetup, cost: Cost | None) -> bool:
+        return cost is not None and cost.peak_bytes <= self.limit(setup)
 
     def best(self) -> Priced | None:
         """The fastest setting that fits, or one with less memory that is about as fast (`GAIN`); None if none fits."""
@@ -151,33 +151,30 @@ class Search:
 
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for; then with weights, or optimizer, that take less."""
-        setup = self.setup
+        setup, is_bf16 = self.setup, self.setup.precision == "bf16"
         yield setup
         if setup.lora_r is not None:
             if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
                 yield replace(setup, load_in_4bit=True)
-        elif (
-            setup.optimizer == "adamw" and setup.precision == "bf16" and not self.fixed & {"master_dtype", "optimizer"}
-        ):
+        elif setup.optimizer == "adamw" and is_bf16 and not self.fixed & {"master_dtype", "optimizer"}:
             yield replace(setup, master_dtype="bf16", optimizer="adamw_8bit")
 
-    def explore(self, base: TrainingSetup, *, on_host: bool = False, recompute: bool | None = None) -> None:
+    def explore(self, base: TrainingSetup, *, on_host: bool = False, recompute: bool | None = None) -> bool:
         """Price what may be fastest: with and without activation checkpointing, resharding, copies of the model,
-        reduction in every micro-step; micro-batches until memory is full."""
+        reduction in every micro-step; micro-batches until memory is full. Return whether the model can have such."""
         accumulation = batches(base, self.fixed, self.global_batch_size)
         ways = [self._values(base, name) for name in _SHARDING]
         floors: dict[tuple[bool, int], float] = {}  # Rates of computation alone
-        for again in [recompute] if recompute is not None else self._values(base, "activation_checkpointing"):
+        for again in [recompute] if recompute is not None else self._values(base, AGAIN):
             if on_host and not again:
                 continue
-            more: dict[str, Any] = {"activation_checkpointing": again}
-            more |= {EVERY: base.activation_checkpointing_every_n_layers if again else 1}
+            more: dict[str, Any] = {AGAIN: again, EVERY: getattr(base, EVERY) if again else 1}
             more |= {ON_HOST: (on_host or base.activation_checkpointing_offload) and again}
             most = max(accumulation)  # fits, as far as is known
             for values in product(*ways):
                 chosen = dict(zip(_SHARDING, values, strict=True))
+                is_late = not chosen["sync_each_batch"] and "sync_each_batch" not in self.fixed
                 for batch, steps in accumulation.items():
-                    is_late = not chosen["sync_each_batch"] and "sync_each_batch" not in self.fixed
                     if batch > most or (steps == 1 and is_late):
                         continue
                     bound = floors.get((again, batch))
@@ -191,18 +188,19 @@ class Search:
                     except ConfigError:  # copies that do not go with the degrees
                         break
                     if (cost := self.cost(one)) is None:
-                        return
-                    if not self.has_room(cost):
+                        return False
+                    if not self.has_room(one, cost):
                         # the first family takes the least memory
                         most = batch - 1 if values == tuple(each[0] for each in ways) else most
                         break
                     floors[again, batch] = rate(one, replace(cost, step_seconds=cost.floor_seconds or 1e-9))
+        return True
 
     def _values(self, base: TrainingSetup, name: str) -> tuple[Any, ...]:
         """The values of a field to choose from, that with the least memory first, but of activation checkpointing."""
         if name in self.fixed:
             return (getattr(base, name),)
-        if name == "activation_checkpointing":
+        if name == AGAIN:
             return (False, True)
         if name == "dp_replicate_size":
             # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
@@ -219,12 +217,13 @@ class Search:
         none."""
         if not best.activation_checkpointing or EVERY in self.fixed:
             return
-        plain = _with(best, {"activation_checkpointing": False, EVERY: 1, ON_HOST: False})
-        none = self.cost(plain) if "activation_checkpointing" not in self.fixed else None
+        plain: dict[str, Any] = {AGAIN: False, EVERY: 1, ON_HOST: False}
+        none = None if AGAIN in self.fixed else self.cost(replace(best, **plain))
         for every in range(_MOST_LAYERS, 1, -1):
-            if none and none.peak_bytes + (cost.peak_bytes - none.peak_bytes) / every > self.limit_bytes:
+            if none and none.peak_bytes + (cost.peak_bytes - none.peak_bytes) / every > self.limit(best):
                 continue
-            if self.has_room(self.cost(_with(best, {EVERY: every}))):
+            one = replace(best, activation_checkpointing_every_n_layers=every)
+            if self.has_room(one, self.cost(one)):
                 return
 
     def _share(self, name: str, kind: TrainingSetup) -> None:
@@ -239,37 +238,32 @@ class Search:
             is_waiting = best[1].floor_seconds < best[1].step_seconds * (1 - _WAITING)
             if not {"ep_size": is_waiting, "cp_size": kind.seq_len >= LONG, "tp_size": False}[name]:
                 return
-        base = _with(base, {EVERY: kind.activation_checkpointing_every_n_layers})
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
         most = base.num_gpus // base.dp_replicate_size if name == "ep_size" else min(base.gpus_per_node, base.num_gpus)
         for size in (2**power for power in range(1, most.bit_length())):
-            before, count = self.best(), len(self.prices)
+            before, degree = self.best(), {name: size}
             try:
-                self.explore(_with(base, {name: size}), recompute=recompute)
+                if not self.explore(replace(base, **degree), recompute=recompute):
+                    return
             except ConfigError:  # degrees that do not divide the GPUs, or the batch
                 return
-            if len(self.prices) > count and list(self.prices.values())[-1][1] is None:
-                return  # the model cannot share so
             after, is_last = self.best(), name != "ep_size" or size > base.gpus_per_node
             if after is not None and (before is None or (after == before and is_last)):
                 return
 
-    def lean(self, **changes: Any) -> TrainingSetup:
-        """The setting that takes the least memory, with other values of what is not searched."""
-        setup = replace(self.setup, **changes)
-        values: dict[str, Any] = {"batch_size": min(batches(setup, self.fixed, None))}
-        values |= {name: self._values(setup, name)[0] for name in _SHARDING}
-        recompute = self._values(setup, "activation_checkpointing")[-1]
-        on_host = {ON_HOST: recompute, "offload": setup.wrapping != "none"}
-        values |= {name: value for name, value in on_host.items() if name not in self.fixed}
-        return replace(setup, **values, activation_checkpointing=recompute)
-
     def fits(self, **changes: Any) -> bool:
-        return self.has_room(self.cost(self.lean(**changes)))
-
-
-def _with(setup: TrainingSetup, changes: dict[str, Any]) -> TrainingSetup:
-    return replace(setup, **changes)
+        """Whether the setting that takes the least memory fits, with other values of what is not searched."""
+        try:
+            setup = replace(self.setup, **changes)
+            values: dict[str, Any] = {"batch_size": min(batches(setup, self.fixed, None))}
+            values |= {name: self._values(setup, name)[0] for name in _SHARDING}
+            values[AGAIN] = recompute = self._values(setup, AGAIN)[-1]
+            on_host = {ON_HOST: recompute, "offload": setup.wrapping != "none"}
+            values |= {name: value for name, value in on_host.items() if name not in self.fixed}
+            one = replace(setup, **values)
+        except ConfigError:  # values that contradict each other
+            return False
+        return self.has_room(one, self.cost(one))
 
 
 def rate(setup: TrainingSetup, cost: Cost) -> float:

@@ -1,7 +1,6 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -34,32 +33,23 @@ class TrainingSetup:
         'all parameters, adamw on fp32, computed in bf16, reduced in fp32, with activation checkpointing, ...'
     """
 
-    num_gpus: int = 1
-    """Processes over all machines, one per GPU."""
-    gpu: str | Gpu = "h100-80gb"
-    """Name in the table of GPUs (`hardware`), or a `Gpu` of one's own."""
-    gpus_per_node: int = 8
-    """GPUs that share a machine and its fast links."""
+    num_gpus: int = 1  #: Processes over all machines, one per GPU
+    gpu: str | Gpu = "h100-80gb"  #: Name in the table of GPUs (`hardware`), or a `Gpu` of one's own
+    gpus_per_node: int = 8  #: GPUs that share a machine and its fast links
     network_gbit_s: float | None = None
     """Gbit/s of all network cards of one machine together; None takes the usual one for the GPU."""
     link_gb_s: float | None = None
     """GB/s between the GPUs of a machine, the bus bandwidth of nccl-tests' `all_gather_perf`; None takes the usual one
     for the GPU, which PCIe with few or shared lanes does not reach."""
-    dp_replicate_size: int = 1
-    """Copies of the sharded model (HSDP)."""
-    cp_size: int = 1
-    """GPUs that share each row (context parallelism), neighbours; weights are sharded over them too."""
-    tp_size: int = 1
-    """GPUs that share each layer, and the rows (tensor parallelism), neighbours."""
-    ep_size: int = 1
-    """GPUs of a copy that share the experts (expert parallelism), neighbours."""
+    dp_replicate_size: int = 1  #: Copies of the sharded model (HSDP)
+    cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
+    tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
+    ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
     batch_size: int = 1
     """Sequences per GPU, or group of GPUs that share rows (`cp_size`, `tp_size`), and micro-step
     (`per_device_train_batch_size`)."""
-    rows_per_example: int = 1
-    """Rows that each of these is: two of a pair of answers (DPO, rewards)."""
-    seq_len: int = 4096
-    """Tokens per sequence."""
+    rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
+    seq_len: int = 4096  #: Tokens per sequence
     images: int | None = None
     """Images per sequence, of a model that takes some; 0 is text alone, None is one where the sequence has room."""
     image_size: tuple[int, int] | None = None
@@ -68,52 +58,39 @@ class TrainingSetup:
     sync_each_batch: bool = True
     """Reduce the gradients of every micro-step, as this package does unless told otherwise; False keeps them whole on
     each GPU and reduces them once (`gradient_accumulation_kwargs` of the Trainer's `accelerator_config`)."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Dtype of computation and of gathered parameters."""
-    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of the shards that the optimizer updates."""
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype in which gradients are reduced."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  #: Dtype of computation and of gathered parameters
+    master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype of the shards that the optimizer updates
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype in which gradients are reduced
     optimizer: str = "adamw"
     """`adamw` (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon` (this package's), `sgd`, `sgd_momentum`."""
-    max_grad_norm: float | None = 1.0
-    """Whether gradients are clipped, which takes memory and time."""
-    lora_r: int | None = None
-    """Rank of LoRA adapters; None trains all parameters."""
+    max_grad_norm: float | None = 1.0  #: Whether gradients are clipped, which takes memory and time
+    lora_r: int | None = None  #: Rank of LoRA adapters; None trains all parameters
     lora_target_modules: str | tuple[str, ...] | None = "all-linear"
     """As in PEFT's `LoraConfig.target_modules`; None takes PEFT's own for the model."""
     lora_dropout: float = 0.0
     """As in PEFT's `LoraConfig`. Above 0, each adapted layer keeps an input of its own and a mask (TRL's default is
     0.05)."""
-    freeze_vision_tower: bool = False
-    """The image encoder is not trained; what leads from it to the text is."""
-    load_in_4bit: bool = False
-    """NF4 base (QLoRA)."""
+    freeze_vision_tower: bool = False  #: The image encoder is not trained; what leads from it to the text is
+    load_in_4bit: bool = False  #: NF4 base (QLoRA)
     dequantize: bool = True
     """False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, MXFP4, int4, …), as in
     `from_pretrained`."""
     frozen_models: tuple[str, ...] = ()
     """Hub names or folders of models that are held beside this one in shards of `precision` and not trained: a
     reference (the same name once more), a teacher. Their forward passes are not timed."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass."""
+    activation_checkpointing: bool = False  #: Recompute each block's activations in the backward pass
     activation_checkpointing_every_n_layers: int = 1
     """The first of every so many blocks recomputes, the others keep their activations."""
-    activation_checkpointing_offload: bool = False
-    """Keep the inputs of blocks that recompute in host memory."""
+    activation_checkpointing_offload: bool = False  #: Keep the inputs of blocks that recompute in host memory
     activation_checkpointing_save_ops: tuple[str, ...] = ()
     """Operators whose results these blocks keep: "matmul", "attention", or torch's names."""
-    reshard_after_forward: bool = True
-    """False keeps gathered parameters until the backward pass."""
+    reshard_after_forward: bool = True  #: False keeps gathered parameters until the backward pass
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"
     """`root`: one unit for the whole model; `none`: no FSDP, every rank holds all (DDP)."""
     policy: HybridPolicy = field(default_factory=HybridPolicy)
-    offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory."""
-    expandable_segments: bool = False
-    """PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow."""
-    compile: bool = False
-    """`torch.compile` per block."""
+    offload: bool = False  #: Keep shards, gradients and optimizer state in host memory
+    expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow
+    compile: bool = False  #: `torch.compile` per block
     loss: Literal["full", "chunked", None] = None
     """`chunked`: logits are made and freed in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as
     transformers' `Trainer` and a loop of one's own do. None takes `chunked` where a decoder predicts the next word, and
@@ -138,36 +115,27 @@ class TrainingSetup:
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ConfigError(f"{name} is {value!r}; use {', '.join(filter(None, get_args(hint)))}.")
         object.__setattr__(self, "policy", as_policy(self.policy) or HybridPolicy())
-        if self.images is not None and self.images < 0:
-            raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
         for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):
             if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
                 raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
+        if self.images is not None and self.images < 0:
+            raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
-        if self.wrapping == "none" and self.offload:
-            raise ConfigError("offload moves the shards of FSDP, and wrapping='none' has none; leave out one of them.")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"lora_dropout is {self.lora_dropout:g}; give a share from 0 to below 1.")
-        if self.load_in_4bit and self.lora_r is None:
-            raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
-        if not self.dequantize:
-            if self.lora_r is None:
-                raise ConfigError("dequantize=False freezes the base, so nothing would be trained; give lora_r: 16.")
-            if self.load_in_4bit:
-                raise ConfigError(
-                    "load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one."
-                )
-            if max(self.tp_size, self.ep_size) > 1:
-                raise ConfigError(
-                    "tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out."
-                )
-        more = as_recompute({name: getattr(self, f"activation_checkpointing_{name}") for name in vars(Recompute())})
-        if more != Recompute() and not self.activation_checkpointing:
+        for name, freezes in (("load_in_4bit", self.load_in_4bit), ("dequantize=False", not self.dequantize)):
+            if freezes and self.lora_r is None:
+                raise ConfigError(f"{name} freezes the base, so nothing would be trained; give lora_r, such as 16.")
+        if not self.dequantize and self.load_in_4bit:
+            raise ConfigError("load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one.")
+        if not self.dequantize and max(self.tp_size, self.ep_size) > 1:
+            raise ConfigError("tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out.")
+        if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_gpus)
-        if max(self.cp_size, self.tp_size, self.ep_size) > 1 and self.wrapping == "none":
-            raise ConfigError("cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
+        if self.wrapping == "none" and (self.offload or max(self.cp_size, self.tp_size, self.ep_size) > 1):
+            raise ConfigError("offload, cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
         if self.seq_len < self.cp_size:
             raise ConfigError(f"seq_len {self.seq_len} is shorter than cp_size {self.cp_size}; use fewer GPUs per row.")
 
@@ -181,41 +149,35 @@ class TrainingSetup:
         trained += " of a base that stays quantised" * (not self.dequantize)
         trained += f" with dropout {self.lora_dropout:g}" * (self.lora_r is not None and self.lora_dropout > 0)
         is_reduced_late = self.gradient_accumulation_steps > 1 and not self.sync_each_batch
-        return ", ".join(
-            [
-                trained + " but the vision tower" * self.freeze_vision_tower,
-                *([f"{self.rows_per_example} rows per example"] if self.rows_per_example > 1 else []),
-                *(f"beside {name}, frozen" for name in self.frozen_models),
-                *([str(self.dims)] if max(self.tp_size, self.cp_size, self.ep_size) > 1 else []),
-                f"{self.optimizer} on {self.master_dtype}",
-                f"computed in {self.precision}",
-                f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
-                *(["chunked loss" if self.loss == "chunked" else "whole logits"] if self.loss else []),
-                *(["CPU offload"] if self.offload else []),
-                *self._words_of_activations,
-                f"{self.attn_implementation} attention",
-                "compiled blocks" if self.compile else "not compiled",
-                *(["segments that grow"] if self.expandable_segments else []),
-            ]
-        )
+        again, every = self.activation_checkpointing, self.activation_checkpointing_every_n_layers
+        ops = " and ".join(self.activation_checkpointing_save_ops)
+        parts = [
+            trained + " but the vision tower" * self.freeze_vision_tower,
+            f"{self.rows_per_example} rows per example" * (self.rows_per_example > 1),
+            *(f"beside {name}, frozen" for name in self.frozen_models),
+            f"{self.dims}" * (max(self.tp_size, self.cp_size, self.ep_size) > 1),
+            f"{self.optimizer} on {self.master_dtype}",
+            f"computed in {self.precision}",
+            f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
+            {None: "", "chunked": "chunked loss", "full": "whole logits"}[self.loss],
+            "CPU offload" * self.offload,
+            f"{'with' if again else 'no'} activation checkpointing" + f" of every {ordinal(every)} block" * (every > 1),
+            f"results of {ops} kept" * bool(ops),
+            "blocks' inputs on the host" * self.activation_checkpointing_offload,
+            f"{self.attn_implementation} attention",
+            "compiled blocks" if self.compile else "not compiled",
+            "segments that grow" * self.expandable_segments,
+        ]
+        return ", ".join(filter(None, parts))
 
     @property
-    def _words_of_activations(self) -> Iterator[str]:
-        if not self.activation_checkpointing:
-            yield "no activation checkpointing"
-            return
-        every, ops = self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops
-        yield "with activation checkpointing" + f" of every {ordinal(every)} block" * (every > 1)
-        if ops:
-            yield f"results of {' and '.join(ops)} kept"
-        if self.activation_checkpointing_offload:
-            yield "blocks' inputs on the host"
+    def _of_recompute(self) -> dict[str, Any]:
+        return {name: getattr(self, f"activation_checkpointing_{name}") for name in vars(Recompute())}
 
     @property
     def recompute(self) -> Recompute | None:
         """Which blocks recompute their activations, and what they keep; None where none do."""
-        more = {name: getattr(self, f"activation_checkpointing_{name}") for name in vars(Recompute())}
-        return as_recompute(self.activation_checkpointing and more)
+        return as_recompute(self.activation_checkpointing and self._of_recompute)
 
     @property
     def dims(self) -> ParallelDims:

@@ -1,23 +1,35 @@
-"""How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs."""
+"""How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs.
 
-import json
+In a pass (forward, backward, the optimizer) the GPU computes while the host issues the next kernels, collectives run on
+streams of their own and bytes go to the host and back; FSDP2 prefetches far enough that the slowest of these hides the
+others. Waited for are the first gather of a forward pass and the last reduction of a backward pass, collectives between
+layers, copies of one GPU and an optimizer on the CPU.
+"""
+
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from hf_fsdp_tools.foresight.events import Work
-from hf_fsdp_tools.foresight.forecast import Source, step_of
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Work
+from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of, node_network
+from hf_fsdp_tools.foresight.timing.efficiency import Durations, Efficiency, efficiency_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.foresight.timing.step_time import step_time
 from hf_fsdp_tools.text import show_count
 
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
 successor. (assumed; from the backward pass of GPT-175B in the FSDP paper, arXiv 2304.11277)"""
+
+_HOST_SECONDS = 15e-6
+"""Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
+of a decoder layer of transformers, which has 30 to 40)"""
+_AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
+_HOST_COLLECTIVE_SECONDS = 150e-6  # A collective with FSDP2's Python around it. (assumed)
+_COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
 
 TRAINER = {
     "packed rows": (0.88, 1.03, "10 of TRL's SFTTrainer, A100, 4,096 tokens, 2024"),
@@ -42,7 +54,7 @@ _OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputEstimate:
+class ThroughputEstimate(Report):
     """How fast a training runs, and where its time goes. Seconds are those of one optimizer step.
 
     Example:
@@ -51,6 +63,7 @@ class ThroughputEstimate:
         (True, True)
     """
 
+    _derived: ClassVar = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "mfu", "hfu", "exposed_seconds")
     name: str
     setup: TrainingSetup
     step_seconds: float  # The slowest GPU's, for which all wait
@@ -93,24 +106,18 @@ class ThroughputEstimate:
         return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
 
     @property
-    def tflops_per_gpu(self) -> float:
-        """Model Tflop/s per GPU."""
-        return self.model_flops / self.step_seconds / 1e12
-
-    @property
-    def peak_flops(self) -> float:
-        """One GPU's per second, in the precision of the training."""
-        return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
-
-    @property
     def mfu(self) -> float:
         """Model flops utilisation, from 0 to 1."""
-        return self.model_flops / (self.step_seconds * self.peak_flops)
+        return self.model_flops / (self.step_seconds * self._peak)
 
     @property
     def hfu(self) -> float:
         """Hardware flops utilisation, from 0 to 1."""
-        return self.hardware_flops / (self.step_seconds * self.peak_flops)
+        return self.hardware_flops / (self.step_seconds * self._peak)
+
+    @property
+    def _peak(self) -> float:
+        return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
 
     @property
     def exposed_seconds(self) -> float:
@@ -125,13 +132,6 @@ class ThroughputEstimate:
         """What so many tokens cost, in the currency of the price."""
         return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
 
-    def to_json(self) -> str:
-        """All fields, and what follows from them, as JSON text."""
-        rates = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
-        own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *rates, "exposed_seconds")}
-        own["error"] = self.error if self.is_estimated else None
-        return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
-
     def __str__(self) -> str:
         setup = self.setup
         step, lines = show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
@@ -139,19 +139,18 @@ class ThroughputEstimate:
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         if self.range is None:
-            lines.append(f"  tokens/s are not estimated: {self.source}")
-            lines.append(f"  {step} per step, to compare settings:")
+            lines += [f"  tokens/s are not estimated: {self.source}", f"  {step} per step, to compare settings:"]
         else:
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
-            is_repeated = self.hardware_flops > self.model_flops
-            again = f", with what is computed again {self.hfu:.1%}" if is_repeated else ""
+            flops, is_repeated = self.model_flops / self.step_seconds, self.hardware_flops > self.model_flops
+            again = f", with what is computed again {self.hfu:.1%}" * is_repeated
             newest = f" (kernels of 2026 {rate * self.newest:,.0f})" * (self.newest > 1)
             total = f"{rate * setup.num_gpus:,.0f} on all"
             lines.append(f"  {rate:,.0f} tokens/s per GPU{newest}, {low:,.0f} to {high:,.0f}; {total}")
             for kind, (least, most) in self.trainer_ranges.items():
                 lines.append(f"  with a Trainer, {kind}: {least:,.0f} to {most:,.0f} ({TRAINER[kind][2]})")
             lines += [
-                f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
+                f"  {flops / 1e12:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
                 f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:",
             ]
         for part, seconds in self.parts.items():
@@ -166,9 +165,7 @@ class ThroughputEstimate:
 
 def show_seconds(seconds: float) -> str:
     """0.0123 as "12.3 ms"."""
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.0f} µs"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def estimate_throughput(
@@ -221,3 +218,95 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
         source=efficiency.source,
         notes=notes,
     )
+
+
+# ---- a step in time ----
+
+_PASSES = {"loss": "forward", "clip": "optimizer"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a step takes on one rank, and why."""
+
+    parts: dict[str, float]
+    """Seconds in which the GPU does `matmul`, `attention`, `memory` (kernels that its memory bounds), or waits for
+    `communication` (exposed), `offload` (copies, and an optimizer on the CPU), its `allocator`, or the `host`."""
+    communication: float  # Seconds of all collectives, hidden or exposed
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+class _Pass:
+    """Seconds of one pass by what takes them."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.collectives: list[tuple[str, float]] = []  # Link and seconds of those that run beside kernels
+        self.alone = defaultdict[str, float](float)  # Kernels, and what is waited for
+        self.beside = defaultdict[str, float](float)  # Host, links and copies, which run while kernels do
+
+    def add(self, work: Work, durations: Durations, host_factor: float) -> None:
+        seconds = durations.seconds(work)
+        if work.operation in COLLECTIVES:
+            self.beside["host"] += _HOST_COLLECTIVE_SECONDS
+            if work.stream in ("compute", "exchange"):
+                self.alone["communication"] += seconds
+            else:
+                self.collectives.append(("node" if durations.group(work).is_inside else "network", seconds))
+        elif work.operation in COPIES and work.stream != "compute":
+            self.beside[work.operation] += seconds
+        elif work.operation in COPIES or work.stream == "offload":
+            self.alone["offload"] += seconds
+        else:
+            self.alone[work.operation] += seconds
+            is_autograd = work.phase == "backward" and not work.again and work.stream == "compute"
+            self.beside["host"] += (_AUTOGRAD_SECONDS if is_autograd else _HOST_SECONDS) * host_factor
+
+    def parts(self) -> Mapping[str, float]:
+        """What the GPU does in the pass."""
+        parts, beside = self.alone.copy(), self.beside.copy()
+        kernels = sum(parts[kind] for kind in ("matmul", "attention", "memory"))
+        for link, seconds in self.collectives:
+            beside[link] += seconds
+        for link, seconds in self.collectives[:1] if self.name == "forward" else self.collectives[-1:]:
+            beside[link] -= seconds  # nothing is computed before it, or after
+            parts["communication"] += seconds
+        others = {"host": beside["host"], "communication": max(beside["node"], beside["network"])}
+        others["offload"] = max(beside[copy] for copy in COPIES)
+        slowest = max(others, key=others.__getitem__)
+        parts[slowest] += max(0.0, others[slowest] - kernels)
+        return parts
+
+
+def step_time(
+    events: Sequence[Event],
+    setup: TrainingSetup,
+    *,
+    efficiency: Efficiency | None = None,
+    stalls: Mapping[int, float] | None = None,
+) -> Timing:
+    """The timing of a step (`Forecast.step.events`) on the setup's GPUs and links.
+
+    `stalls`: by index of an event, before which the GPU stands still for so many seconds.
+    """
+    gpu, stalls = gpu_named(setup.gpu), stalls or {}
+    durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
+    passes = [_Pass()]
+    for index, event in enumerate(events):
+        passes[-1].alone["allocator"] += stalls.get(index, 0.0)
+        if isinstance(event, Work):
+            phase = _PASSES.get(event.phase, event.phase)
+            passes[-1].name = passes[-1].name or phase
+            if phase != passes[-1].name:
+                passes.append(_Pass(phase))
+            passes[-1].add(event, durations, _COMPILED_HOST if setup.compile else 1.0)
+    steps = setup.gradient_accumulation_steps
+    if steps > 3:  # of which three are in the events: all others are like the second
+        passes += passes[2:4] * (steps - 3)
+    rows = [each.parts() for each in passes]
+    parts = {part: sum(row[part] for row in rows) for part in _PARTS if part != "slowest GPU"}
+    communication = sum(each.alone["communication"] + sum(s for _, s in each.collectives) for each in passes)
+    return Timing(parts, communication)

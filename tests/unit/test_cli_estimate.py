@@ -149,7 +149,7 @@ def test_a_base_stays_quantised_where_only_that_fits(capsys, llama, tmp_path):
     fixed = [*fixed.split(), "--per-device-train-batch-size", "1"]
     value = json.loads(run(capsys, "config", tmp_path, *tight, *fixed, "--json")[1])
     assert value["launch"].endswith(" --dequantize false")
-    (reason,) = value["recommendation"]["reasons"]["dequantize"]
+    reason = value["recommendation"]["reasons"]["dequantize"]
     assert reason.startswith("yes: 9.3 GB, less free than the margin")
 
 

@@ -133,11 +133,11 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, mo
             continue
         found += 1
         best = choose(setup, toy, global_batch_size=global_batch_size)
-        assert best.cost.peak_bytes == toy(best.setup).peak_bytes <= 0.9 * GPU
         most = max(rate(*one) for one in fitting)
-        assert rate(best.setup, toy(best.setup)) * (1 + GAIN) ** 3 >= most
-        shares.append(best.estimated / len(every))
+        shares.append(len(toy.asked) / len(every))
         assert best.global_batch_size == size
+        assert best.cost.peak_bytes == toy(best.setup).peak_bytes <= 0.9 * GPU
+        assert rate(best.setup, toy(best.setup)) * (1 + GAIN) ** 3 >= most
     assert found > models // 2 and sum(shares) / found < 0.15 and max(shares) < 0.35
 
 
@@ -145,14 +145,12 @@ def test_every_nth_block_recomputes_where_memory_allows():
     """n as large as it may be, found with few further estimates, and n as the neighbours of what was chosen."""
     toy, setup = Toy(8e9, activation=1.2e7, gather=1e-3), TrainingSetup(num_gpus=8, seq_len=8192)
     best = choose(setup, toy, fixed=("batch_size",))
+    assert len(toy.asked) < 20
     chosen = best.setup
     assert chosen.activation_checkpointing and chosen.activation_checkpointing_every_n_layers == 2
     more, less = (replace(chosen, activation_checkpointing_every_n_layers=n) for n in (1, 3))
     assert toy(less).peak_bytes > 0.9 * GPU and toy(more).step_seconds > toy(chosen).step_seconds
-    assert [reason[:2] for reason in best.reasons["activation_checkpointing_every_n_layers"]] == ["1:"], (
-        "3 does not seem to fit"
-    )
-    assert best.estimated < 20
+    assert best.reasons["activation_checkpointing_every_n_layers"].startswith("1: "), "3 does not seem to fit"
     fixed = choose(replace(setup, activation_checkpointing=True), toy, fixed=("batch_size", "activation_checkpointing"))
     assert fixed.setup.activation_checkpointing_every_n_layers == 2, "where it is asked for, too"
 
@@ -162,9 +160,9 @@ def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
     toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_gpus=8, seq_len=8192)
     best = choose(setup, toy)
     assert best.setup.activation_checkpointing_offload and not best.setup.offload
-    (reason,) = best.reasons["activation_checkpointing_offload"]
-    assert reason == "no: 82.3 GB, less free than the margin (micro-batch 1)"
-    with pytest.raises(ConfigError, match="What fits: with blocks' inputs on the host"):
+    reason = best.reasons["activation_checkpointing_offload"]
+    assert reason == "no: 82.3 GB, less free than the margin (batch size 1)"
+    with pytest.raises(ConfigError, match="What fits: with activation checkpointing offload"):
         choose(setup, toy, fixed=("activation_checkpointing_offload", "offload", "optimizer"))
 
 
@@ -191,11 +189,12 @@ def test_rejected_settings_have_their_figures():
     larger = replace(chosen, batch_size=4, gradient_accumulation_steps=2)
     num_bytes = toy(larger).peak_bytes
     assert chosen.batch_size == 2 and num_bytes > GPU
-    words = f"4: {show_bytes(num_bytes)}, +{100 * num_bytes / GPU - 100:.0f} %"
-    assert best.reasons["batch_size"][1] == words and words in str(best)
+    words = f"or batch size 4 ({show_bytes(num_bytes)})"
+    assert words in best.breaks and words in str(best)
+    assert best.reasons["batch_size"].startswith("1: fits, but ")
     other = replace(chosen, offload=True)
     slower = 1 - rate(other, toy(other)) / rate(chosen, toy(chosen))
-    assert best.reasons["offload"][0].startswith(f"yes: fits, but {100 * slower:.0f} % slower, takes ")
+    assert best.reasons["offload"].startswith(f"yes: fits, but {100 * slower:.0f} % slower, takes ")
 
 
 def test_what_is_given_stays():
@@ -205,7 +204,7 @@ def test_what_is_given_stays():
     assert best.setup.gradient_accumulation_steps == 2
     for field in given:
         assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
-        assert best.reasons[field] == ("as given",)
+        assert best.reasons[field] == "as given"
 
 
 def test_faster_settings_that_nobody_asked_for_are_named():
@@ -220,11 +219,11 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     setup = TrainingSetup(num_gpus=16, seq_len=512)
     best = choose(setup, toy, fixed=("sync_each_batch",), global_batch_size=4096)
     assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
-    for words, changes in (("with torch.compile", {"compile": True}), ("reduction in bf16", {"reduce_dtype": "bf16"})):
+    for words, changes in (("with compile", {"compile": True}), ("reduce dtype bf16", {"reduce_dtype": "bf16"})):
         gain = best.cost.step_seconds / toy(replace(best.setup, **changes)).step_seconds - 1
         (line,) = (each for each in best.proposals if each.startswith(f"{words}: {100 * gain:.0f} % faster"))
         assert line in str(best)
-    assert best.setup.loss == "chunked" and best.whole_logits_bytes > 0 and "with whole logits" in str(best)
+    assert best.setup.loss == "chunked"
     assert not choose(replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
     for dequantize in (True, False):
         found = choose(
@@ -233,7 +232,7 @@ def test_faster_settings_that_nobody_asked_for_are_named():
             fixed=("dequantize", "sync_each_batch"),
             global_batch_size=4096,
         )
-        assert ("torch.compile" in str(found.proposals)) == dequantize, "of the rules of formats nothing is known"
+        assert ("with compile" in str(found.proposals)) == dequantize, "of the rules of formats nothing is known"
 
 
 def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
@@ -241,7 +240,7 @@ def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
     setup = TrainingSetup(num_gpus=1, seq_len=4096)
     lean = choose(setup, Toy())
     assert {name: getattr(lean.setup, name) for name in LEAN} == LEAN and not lean.setup.offload
-    assert lean.reasons["master_dtype"][0].startswith("fp32: ") and "chosen    micro-batch" in str(lean)
+    assert lean.reasons["master_dtype"].startswith("fp32: ") and "chosen    batch size" in str(lean)
     assert choose(setup, Toy(), fixed=("optimizer",)).setup.offload, "not where another is asked for"
     adapter = replace(setup, num_gpus=2, lora_r=16)
     assert not choose(adapter, Toy(1e10)).setup.load_in_4bit
@@ -254,7 +253,7 @@ def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     best = choose(TrainingSetup(num_gpus=8, seq_len=4096), Toy(activation=3e6))
     assert best.tokens_per_step == 2**18 and best.setup.gradient_accumulation_steps > 1
     assert best.next_best.count("fits, ") == 1 and f"next best {best.next_best}" in str(best)
-    assert "rows of 8,192 tokens (" in best.breaks or "micro-batch" in best.breaks
+    assert "seq len 8192 (" in best.breaks or "batch size" in best.breaks
     assert "one row per step trains badly" in str(choose(TrainingSetup(), Toy(1e9), global_batch_size=1))
     assert "above 2,000,000" in str(choose(TrainingSetup(num_gpus=512), Toy(), global_batch_size=512))
     assert not any(word in str(best) for word in ("trains badly", "above 2,000,000"))
@@ -272,9 +271,9 @@ def test_the_longest_sequence_that_fits():
 @pytest.mark.parametrize(
     ("params", "changes", "given", "cures"),
     [
-        (7e10, {"wrapping": "none"}, (), ["LoRA"]),
-        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["micro-batch 1."]),
-        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["sequences of 1,000,000 tokens", "h100-nvl"]),
+        (7e10, {"wrapping": "none"}, (), ["lora r 16"]),
+        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch size 1."]),
+        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["seq len 1000000", "gpu h100-nvl"]),
     ],
 )
 def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
@@ -290,7 +289,7 @@ def test_rows_are_shared_where_nothing_else_fits():
     setup = TrainingSetup(num_gpus=8, seq_len=16_384)
     best = choose(setup, Toy(activation=6e7, shares_rows=True))
     assert best.setup.cp_size == 2 and not best.setup.offload, "the fewest GPUs that make it fit"
-    assert best.reasons["cp_size"] == ("1: 115.1 GB, +36 %",) and best.global_batch_size == 16
+    assert best.reasons["cp_size"] == "1: 115.1 GB, +36 %" and best.global_batch_size == 16
     assert "4 groups of 2 GPUs x 1 x 4 steps" in str(best)
     whole = choose(setup, Toy(activation=4e6, shares_rows=True))
     assert whole.setup.cp_size == 1 and "cp_size" not in whole.reasons
@@ -309,7 +308,7 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
     alone = choose(setup, slow, fixed=("ep_size", "dp_replicate_size"))
     assert alone.setup.ep_size == 1 and "ep_size" not in alone.reasons
     assert alone.tokens_per_second_per_gpu < best.tokens_per_second_per_gpu
-    assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).reasons["ep_size"] == ("as given",)
+    assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).reasons["ep_size"] == "as given"
     quick = Toy(gather=1e-4, latency=0, most_experts=16)
     assert choose(setup, quick).setup.ep_size == 1 and all(one.ep_size == 1 for one in quick.asked)
 
@@ -317,12 +316,12 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
 def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
     lora = TrainingSetup(num_gpus=8, lora_r=16)
     small = choose(lora, Toy(stored=1.5))
-    assert small.setup.dequantize and small.reasons["dequantize"] == ("no: fits, but 33 % slower, takes 14.4 GB",)
+    assert small.setup.dequantize and small.reasons["dequantize"] == "no: fits, but 33 % slower, takes 14.4 GB"
     assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
     alone = choose(lora, Toy(2e11, stored=1.5))
     assert not alone.setup.dequantize and not alone.setup.offload
-    assert alone.reasons["dequantize"][0].startswith("yes: 12") and "dequantised base" in str(alone)
-    with pytest.raises(ConfigError, match=r"What fits: .*LoRA of a base that stays quantised"):
+    assert alone.reasons["dequantize"].startswith("yes: 12") and "dequantize" in str(alone)
+    with pytest.raises(ConfigError, match=r"What fits: .*without dequantize"):
         choose(TrainingSetup(lora_r=16, wrapping="none"), Toy(3e10, stored=1.5), fixed=("dequantize", "load_in_4bit"))
     toy = Toy(stored=1.5)
     assert "dequantize" not in choose(lora, toy, fixed=("dequantize",)).reasons

@@ -15,10 +15,9 @@ from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, throughput_of
+from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, step_time, throughput_of
 from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-from hf_fsdp_tools.foresight.timing.step_time import step_time
 
 CONFIG = LlamaConfig(
     hidden_size=2048,

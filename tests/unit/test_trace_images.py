@@ -1,8 +1,5 @@
 """The dry run of models of text and images: images are in it, or a note says why not."""
 
-from dataclasses import replace
-from unittest.mock import patch
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -37,11 +34,10 @@ def traced(name: str, **fields) -> Trace:
         ("VLM, Qwen2.5-VL", 6, {}),
         pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
         pytest.param("VLM, Idefics 3", 52, {"seq_len": 64}, marks=pytest.mark.nightly),
-        pytest.param("VLM, Llama 3.2 Vision", 0, {}, marks=pytest.mark.nightly),
     ],
 )
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
-    """Packed patches, positions of a grid, masks of images, tiles that are left out, layers that attend to images."""
+    """Packed patches, positions of a grid, masks of images, tiles that are left out."""
     config, auto_class, setup, model, plan = built(name, **fields)
     try:
         images = images_of(model, setup)
@@ -57,18 +53,6 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     with FlopCounterMode(display=False) as counter:
         real(**batch, use_cache=False).loss.backward()
     assert estimated.model_flops == counter.get_total_flops()
-
-
-@pytest.mark.nightly
-def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size():
-    _, _, setup, model, _ = built("VLM, Qwen2.5-VL")
-    find = type(model).get_image_features
-    with patch.object(type(model), "get_image_features", autospec=True, side_effect=find) as counted:
-        one, two = (images_of(model, replace(setup, batch_size=count)) for count in (1, 2))
-        assert counted.call_count == 1 and one.tokens == two.tokens
-        assert all(2 * len(one.tensors[name]) == len(tensor) for name, tensor in two.tensors.items())
-        small = images_of(model, replace(setup, image_size=(56, 56)))
-    assert counted.call_count == 2 and small.tokens < one.tokens
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():
@@ -104,7 +88,7 @@ def test_values_follow_from_the_batch_until_something_unknown_is_written():
         hidden = torch.empty(1, 4, 8)
         mask = ids == 9
         assert mask.sum().item() == 2 and mask.nonzero().tolist() == [[0, 1], [0, 2]]
-        assert hidden[mask].shape == (2, 8) and hidden.masked_select(mask.unsqueeze(-1)).shape == (16,)
+        assert hidden[mask].shape == (2, 8)
         assert torch.tensor([mask.sum(), 7]).tolist() == [2, 7]
         row = ids[0]
         row[1:] += 1

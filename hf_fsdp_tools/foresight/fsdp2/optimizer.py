@@ -39,16 +39,10 @@ def optimizer_step(writer: EventWriter, updated: Sequence[TensorSize], setup: Tr
     """Write clipping and one step of the optimizer of a setup, of Muon what each rank does alone; return the bytes of
     each tensor of its state."""
     if setup.optimizer == "muon":
-        kinds = {"adamw": False, "sgd_momentum": True}
-        return [
-            size
-            for name, is_matrix in kinds.items()
-            for size in optimizer_step(
-                writer,
-                [each for each in updated if (_matrices(each) is not None) == is_matrix],
-                replace(setup, optimizer=name),
-            )
-        ]
+        matrices = [each for each in updated if _matrices(each) is not None]
+        others = [each for each in updated if _matrices(each) is None]
+        sizes = optimizer_step(writer, others, replace(setup, optimizer="adamw"))
+        return sizes + optimizer_step(writer, matrices, replace(setup, optimizer="sgd_momentum"))
     if setup.optimizer == "adafactor":
         check_kind(torch.optim.Adafactor)
     if setup.optimizer not in OPTIMIZERS:
@@ -104,8 +98,7 @@ def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: Traini
     writer.phase = "optimizer"
     for _ in range(num_buckets):
         block = writer.take(int(4 * travelling / num_buckets) + 3 * largest, "temporaries")
-        for copies in (1, max(setup.dp_replicate_size, 1)) if ranks > 1 else ():
-            num_bytes = copies * travelling / num_buckets
-            writer.work("all_to_all", num_bytes, "all_gather", ranks=ranks, axis="all")
+        for copies in (1, setup.dp_replicate_size) if ranks > 1 else ():
+            writer.work("all_to_all", copies * travelling / num_buckets, "all_gather", ranks=ranks, axis="all")
         writer.events.append(Work("matmul", flops / num_buckets, traffic / num_buckets, "", "optimizer"))
         writer.free(block)

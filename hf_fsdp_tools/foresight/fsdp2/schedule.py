@@ -1,16 +1,78 @@
-"""What FSDP2 does at each module's passes: gathers, copies, frees, reductions, and on which stream.
+"""How FSDP2 splits parameters, and what it does at each module's passes: gathers, copies, frees, reductions.
 
 The order of memory is that of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
-from hf_fsdp_tools.foresight.events import EventWriter, Mark, Parameter
-from hf_fsdp_tools.foresight.fsdp2.shards import Shard, split_parameters
+from hf_fsdp_tools.foresight.events import Axis, EventWriter, Mark, Parameter, TensorSize
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
+from hf_fsdp_tools.sharding.placement import split_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(TensorSize):
+    """A parameter's shard on the first rank, which has the longest one, in the dtype of the optimizer's updates; FSDP2
+    pads the shards of all ranks to it. The gathered parameter has `parameter.dtype`."""
+
+    parameter: Parameter
+    dim: int  # The dimension that is split
+    ranks: int  # Over which it is split
+    axis: Axis  # Which ranks these are
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        return self.numel * self.parameter.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.parameter.dtype
+
+
+def split_parameters(
+    parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup
+) -> list[tuple[WrapUnit, tuple[Shard, ...]]]:
+    """The units of a plan, the root first and then in the order of their modules, with their shards in the order in
+    which FSDP2 gathers them."""
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    first: dict[str, int] = {}
+    members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
+    for at, parameter in enumerate(parameters):
+        for name in (parameter.fqn, *parameter.other_names):
+            for module in _modules_above(name):
+                first.setdefault(module, at)
+        if not parameter.is_whole:
+            module = next(module for module in _modules_above(parameter.fqn) if module in unit_of)
+            members[unit_of[module]].append((unit_of[module].modules.index(module), at, parameter))
+    order = sorted(plan.units, key=lambda unit: min((first.get(m, len(parameters)), len(m)) for m in unit.modules))
+    return [
+        (unit, tuple(_shard(parameter, setup, unit) for *_, parameter in sorted(members[unit], key=lambda m: m[:2])))
+        for unit in order
+    ]
+
+
+def _shard(parameter: Parameter, setup: TrainingSetup, unit: WrapUnit) -> Shard:
+    is_dispatched = setup.ep_size > 1 and unit.reason == SHARED_EXPERTS
+    ranks = setup.expert_shard_size if is_dispatched else setup.dp_shard_size
+    dtype, shape = parameter.dtype, parameter.shape
+    is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
+    if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
+        dtype = DTYPES[setup.master_dtype]
+    dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
+    own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+    axis: Axis = "expert_shard" if is_dispatched else "shard"
+    return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own, ranks=ranks, axis=axis)
+
+
+def _modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 @dataclass(eq=False)
@@ -45,7 +107,7 @@ class Fsdp2Schedule:
     ) -> None:
         self._writer, self._setup, self._dtype = writer, setup, DTYPES[setup.reduce_dtype]
         self._units = []
-        for unit, shards in split_parameters(parameters, plan, setup):
+        for unit, shards in split_parameters(parameters, plan, setup) if setup.wrapping != "none" else ():
             # FSDP2 keeps the root where the plan does not say
             is_freed = unit.modules[0] != "" if unit.reshard_after_forward is None else unit.reshard_after_forward
             self._units.append(_Unit(unit, shards, not (setup.reshard_after_forward and is_freed)))
@@ -184,15 +246,15 @@ class Fsdp2Schedule:
 
     def _on_device(self, shard: Shard, stream: Literal["compute", "copy_in"]) -> int:
         """A shard that is copied from the host under CPU offload, and cast."""
-        writer, copied = self._writer, 0
+        writer, copied = self._writer, list[int]()
         if self._setup.offload:
-            copied = writer.take(shard.num_bytes, "gather buffers", stream)
+            copied = [writer.take(shard.num_bytes, "gather buffers", stream)]
             writer.work("host_to_device", shard.num_bytes, stream)
             if not shard.is_cast:
-                return copied
+                return copied[0]
         cast = writer.take(shard.gathered_bytes, "gather buffers", stream)
         writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
-        writer.free(*[copied] * self._setup.offload)
+        writer.free(*copied)
         return cast
 
     def _copy_out(self, unit: _Unit) -> None:

@@ -2,22 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from hf_fsdp_tools.foresight.events import (
-    Alloc,
-    Event,
-    EventWriter,
-    Free,
-    Gradient,
-    Mark,
-    Parameter,
-    Stream,
-    Trace,
-    Work,
-)
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
-from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
-from hf_fsdp_tools.foresight.fsdp2.shards import Shard
+from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 
@@ -47,12 +36,10 @@ class Step:
 def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state, and no gradients yet."""
     writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
-    is_fsdp = setup.wrapping != "none"
     whole = [parameter for parameter in trace.parameters if parameter.is_whole]
-    schedule = Fsdp2Schedule(writer, trace.parameters, plan, setup) if is_fsdp else None
-    replicated = _WholeGradients(writer, whole, setup)
+    schedule, replicated = Fsdp2Schedule(writer, trace.parameters, plan, setup), _WholeGradients(writer, whole, setup)
     _write_micro_steps(writer, trace, setup, schedule, replicated)
-    optimizer_at, shards = len(writer.events), [] if schedule is None else schedule.shards
+    optimizer_at, shards = len(writer.events), schedule.shards
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
     updated: list[Shard | Parameter] = [shard for shard in shards if shard.parameter.fqn in reached]
@@ -69,8 +56,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     if setup.optimizer == "muon":
         write_muon(writer, updated, setup)
     writer.phase = "forward"
-    if schedule is not None:
-        schedule.end_step()
+    schedule.end_step()
     replicated.end_step()
     frozen_bytes = -(-trace.frozen_bytes // setup.gpus_per_copy)
     sizes = [] if setup.offload else [*(shard.num_bytes for shard in shards), frozen_bytes]
@@ -93,11 +79,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
 
 
 def _write_micro_steps(
-    writer: EventWriter,
-    trace: Trace,
-    setup: TrainingSetup,
-    schedule: Fsdp2Schedule | None,
-    replicated: "_WholeGradients",
+    writer: EventWriter, trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: "_WholeGradients"
 ) -> None:
     """Write the events of a trace once for each micro-step; FSDP2 acts between them."""
     events = trace.events
@@ -106,10 +88,8 @@ def _write_micro_steps(
     while end and isinstance(event := events[end - 1], Free) and event.block in inputs:
         end -= 1
     # what the trace does not free: the loss, for example
-    left = dict.fromkeys(event.block for event in events if type(event) is Alloc)
-    for event in events:
-        if isinstance(event, Free | Gradient):
-            del left[event.block]
+    gone = {event.block for event in events if isinstance(event, Free | Gradient)}
+    left = [event.block for event in events if type(event) is Alloc and event.block not in gone]
     # Gradients that may stay until the end of the step have another number in each micro-step but the last.
     lasting = {parameter.fqn for parameter in trace.parameters if parameter.is_whole}
     if not setup.sync_each_batch:  # autograd adds to what has the dtype of the reduction already
@@ -118,26 +98,23 @@ def _write_micro_steps(
     taken = {at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in staying}
     for left_over in reversed(range(setup.gradient_accumulation_steps)):
         renamed = {block: writer.new_block() for block in taken.values()} if left_over else {}
-        replicated.reduces = not left_over or setup.sync_each_batch
-        if schedule is not None:
-            schedule.reduces = replicated.reduces
+        schedule.reduces = replicated.reduces = not left_over or setup.sync_each_batch
         replicated.begin_forward()
         for at, event in enumerate(events[:end]):
             if isinstance(event, Gradient):
                 writer.phase = "backward"
                 block = renamed.get(event.block, event.block)
-                if schedule is None or not schedule.gradient(event.parameter, block):
+                if not schedule.gradient(event.parameter, block):
                     replicated.gradient(event.parameter, block)
                 continue
             if renamed and at in taken and isinstance(event, Alloc):
                 event = replace(event, block=renamed[event.block])
             writer.events.append(event)
-            if schedule is not None and type(event) is Mark:
+            if type(event) is Mark:
                 schedule.mark(event)
         writer.phase = "backward"
-        if schedule is not None:
-            schedule.end_backward()
-            writer.phase = "backward"
+        schedule.end_backward()
+        writer.phase = "backward"
         replicated.end_backward()
         writer.phase = "forward"
         writer.events.extend(events[end:])
@@ -193,17 +170,17 @@ class _WholeGradients:
             self._gradients[name] = block
         self._unsent += num_bytes
         if self._is_ddp and self._unsent >= _BUCKET:
-            self._reduce("all_reduce")
+            self._reduce()
 
     def end_backward(self) -> None:
         """What is left is sent; copies of parameters without a gradient are freed."""
-        self._reduce("all_reduce" if self._is_ddp else "compute")
+        self._reduce()
         self._writer.free(*self._copies.values())
         self._copies.clear()
 
-    def _reduce(self, stream: Stream) -> None:
-        ranks = self._setup.num_gpus
-        if self._unsent and ranks > 1 and self.reduces:
+    def _reduce(self) -> None:
+        if self._unsent and (ranks := self._setup.num_gpus) > 1 and self.reduces:
+            stream: Literal["all_reduce", "compute"] = "all_reduce" if self._is_ddp else "compute"
             self._writer.work("all_reduce", self._unsent, stream, dtype_bytes=4, ranks=ranks, axis="all")
         self._unsent = 0
 

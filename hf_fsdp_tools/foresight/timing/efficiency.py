@@ -39,13 +39,7 @@ _A100 = Efficiency(
     matmul=0.757, attention=0.331, memory=0.630, straggler=0.0201, error=0.2, source=f"{_SOURCE}: 80 on A100"
 )
 _H100 = Efficiency(
-    matmul=0.634,
-    attention=0.200,
-    memory=0.624,
-    straggler=0.0423,
-    error=0.2,
-    newest=1.25,
-    source=f"{_SOURCE}: 51 on H100",
+    matmul=0.634, attention=0.2, memory=0.624, straggler=0.0423, error=0.2, newest=1.25, source=f"{_SOURCE}: 51 on H100"
 )
 
 
@@ -54,11 +48,8 @@ def _set_from(trainings: str, **shares: float) -> Efficiency:
 
 
 _SHARES = {
-    "a100-40gb": _A100,
-    "a100-80gb": _A100,
-    "h100-80gb": _H100,
-    "h100-96gb": _H100,
-    "h200-141gb": _H100,
+    **dict.fromkeys(("a100-40gb", "a100-80gb"), _A100),
+    **dict.fromkeys(("h100-80gb", "h100-96gb", "h200-141gb"), _H100),
     "b200-180gb": _set_from("2 trainings by torchtitan; B200 with a power limit reached half", matmul=0.59, error=0.3),
     "mi300x": _set_from("1 training by torchao, early 2025", matmul=0.3, attention=0.15, memory=0.45, error=0.4),
     "rtx-3090": _set_from(
@@ -175,7 +166,7 @@ class Durations:
     def __init__(self, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> None:
         self._setup, self._gpu, self._efficiency = setup, gpu, efficiency
         self._memory = gpu.memory_bandwidth * efficiency.memory
-        self._groups: dict[Axis, Group] = {}
+        self._groups: dict[tuple[Axis, int], Group] = {}
 
     def seconds(self, work: Work) -> float:
         """Seconds of a kernel, copy or collective that has the GPU, its memory and the links for itself."""
@@ -188,19 +179,14 @@ class Durations:
             return num_bytes / (gpu.host_memory_bandwidth * _HOST_MEMORY)
         if operation == "memory":
             # compile fuses what the model computes; the optimizer and FSDP's copies stay as they are
-            is_fused = (
-                self._setup.compile and work.stream == "compute" and work.phase in ("forward", "loss", "backward")
-            )
-            return max(
-                _KERNEL_SECONDS, num_bytes * (self._efficiency.compiled_memory if is_fused else 1) / self._memory
-            )
+            of_model = work.stream == "compute" and work.phase in ("forward", "loss", "backward")
+            num_bytes *= self._efficiency.compiled_memory if self._setup.compile and of_model else 1
         share = self._efficiency.attention if operation == "attention" else self._efficiency.matmul
         rate = gpu.peak(work.dtype_bytes, self._setup.precision) * share
         return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / self._memory)
 
     def group(self, work: Work) -> Group:
         """Who takes part in a collective."""
-        if work.axis not in self._groups:
-            self._groups[work.axis] = group_of(work.axis, self._setup, self._gpu)
-        group = self._groups[work.axis]
-        return group if group.ranks == work.ranks else replace(group, ranks=work.ranks)
+        if (key := (work.axis, work.ranks)) not in self._groups:
+            self._groups[key] = replace(group_of(work.axis, self._setup, self._gpu), ranks=work.ranks)
+        return self._groups[key]

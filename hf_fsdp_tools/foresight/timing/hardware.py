@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
@@ -67,26 +67,13 @@ def _read_gpus() -> Iterator[Gpu]:
     """
     with Path(__file__).with_name("gpus.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            fp32, bf16, fp16, fp8 = (float(row[name] or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
-            yield Gpu(
-                name=row["name"],
-                title=row["title"],
-                family=row["family"],
-                fp32=fp32,
-                bf16=bf16 or fp32,
-                fp16=fp16,
-                fp8=fp8 or fp16,
-                memory_bytes=int(float(row["gib"]) * 2**30),
-                memory_bandwidth=float(row["gb_s"]) * 1e9,
-                link="nvlink" if row["link"] == "nvlink" else "pcie",
-                link_bandwidth=float(row["link_gb_s"]) * 1e9,
-                network_gbit_s=float(row["network_gbit_s"]),
-                host_bandwidth=float(row["host_gb_s"]) * 1e9,
-                host_memory_bandwidth=float(row["host_memory_gb_s"]) * 1e9,
-                source=row["source"],
-                skypilot=row["skypilot"],
-                hf_flavors=row["hf_flavors"],
-            )
+            values: dict[str, Any] = dict(row)
+            fp32, bf16, fp16, fp8 = (float(values.pop(name) or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
+            bandwidths = {"link": "link_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gb_s", "memory": "gb_s"}
+            values |= {f"{name}_bandwidth": float(values.pop(own)) * 1e9 for name, own in bandwidths.items()}
+            values |= {"memory_bytes": int(float(values.pop("gib")) * 2**30)}
+            values |= {"network_gbit_s": float(values["network_gbit_s"])}
+            yield Gpu(fp32=fp32, bf16=bf16 or fp32, fp16=fp16, fp8=fp8 or fp16, **values)
 
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _read_gpus()}

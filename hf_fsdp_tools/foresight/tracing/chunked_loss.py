@@ -21,8 +21,9 @@ TOKENS, _WORDS = 4096, 32768
 
 def predicts_words(model: nn.Module) -> bool:
     """Whether a model is a decoder that predicts the next word, whose loss the recipes' trainers make in pieces."""
-    writes = getattr(model, "can_generate", None)
-    return bool(writes and writes()) and _has_head(model) and getattr(model, "base_model", model) is not model
+    return (
+        getattr(model, "can_generate", bool)() and _has_head(model) and getattr(model, "base_model", model) is not model
+    )
 
 
 def _has_head(model: Any) -> bool:

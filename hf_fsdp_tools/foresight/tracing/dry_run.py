@@ -5,9 +5,8 @@ forward passes of the plan's modules, hooks on the gradients of their outputs, a
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
@@ -23,7 +22,7 @@ from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Wo
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
-from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of, tensors_in
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
@@ -58,19 +57,22 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
         check_checkpointing(model, setup.recompute)
     if setup.cp_size > 1:
         check_rows(base_of(model), setup.cp_size)
-    notes: tuple[str, ...] = ()
+    run = partial(_followed, model, plan, setup, device)
     try:
         if (images := images_of(model, setup)) is not None:
-            trace = _followed(model, plan, setup, device, images)
-            note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
-            return replace(trace, notes=(note, *trace.notes))
+            return run(images, f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each.")
     except (NoImagesError, _CannotFollowError) as error:
-        notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
-    trace = _followed(model, plan, setup, device, None)
-    return replace(trace, notes=(*notes, *trace.notes))
+        return run(None, f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.")
+    return run(None)
 
 
-def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
+class _CannotFollowError(ConfigError):
+    """The model's code needs values, or a kernel without a rule for shapes."""
+
+
+def _followed(
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None, *said: str
+) -> Trace:
     """The trace by a dry run, of few blocks where they stand for all. Those of a vision tower are all run: some choose
     hidden states of images by the number of the block."""
     find: Any = getattr(model, "get_encoder", None)
@@ -80,17 +82,7 @@ def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: De
     events = expand(_dry_run(model, plan, setup, device, stacks, images), stacks) if stacks else None
     if events is None:
         stacks, events = [], _dry_run(model, plan, setup, device, [], images)
-    return _trace(model, plan, setup, events, stacks)
-
-
-class _CannotFollowError(ConfigError):
-    """The model's code needs values, or a kernel without a rule for shapes."""
-
-
-def _trace(
-    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, events: Sequence[Event], stacks: Sequence[Stack]
-) -> Trace:
-    parameters, notes = tuple(_parameters(model, plan, setup)), list(notes_of(model))
+    parameters, notes = tuple(_parameters(model, plan, setup)), [*said, *notes_of(model)]
     reached = {event.parameter for event in events if isinstance(event, Gradient)}
     missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
     if missed:
@@ -108,12 +100,7 @@ def _trace(
 
 
 def _dry_run(
-    model: nn.Module,
-    plan: WrapPlan,
-    setup: TrainingSetup,
-    device: Device,
-    stacks: Sequence[Stack],
-    images: Images | None,
+    model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, stacks: list[Stack], images: Images | None
 ) -> list[Event]:
     """The events of a micro-step of a model without the blocks that the stacks leave out."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -128,7 +115,8 @@ def _dry_run(
         with ExitStack() as stack:
             values = stack.enter_context(known_values())
             batch = {name: values.as_fake(value) for name, value in batch_of(twin, setup, images).items()}
-            recorder.take_inputs(batch.values())
+            for tensor in batch.values():
+                recorder.take(tensor, "inputs")
             stack.enter_context(_no_packed_sequences())
             if setup.attn_implementation == "flash_attention_2":
                 stack.enter_context(flash_attention())
@@ -139,8 +127,11 @@ def _dry_run(
             stack.enter_context(_failures_named(twin, recorder, is_all=images is None))
             loss = twin(**batch)["loss"]  # the logits are dropped before the backward pass, as by a Trainer
             recorder.phase = "backward"
-            run_backward(loss)
-            del loss
+            # by autograd's engine itself: `loss.backward()` suspends modes that see functions
+            engine: Any = torch.autograd.Variable._execution_engine
+            gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+            engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            del gradient, loss
         recorder.close()
     return recorder.events
 
@@ -258,7 +249,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [each for each in tensors_in(value) if each.requires_grad]
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
@@ -267,22 +258,12 @@ def _watch_head(model: nn.Module, recorder: Recorder) -> None:
     if head is None:
         return
 
-    def before(_: nn.Module, args: object) -> None:
-        recorder.in_loss = True
-
     def after(_: nn.Module, args: object, output: Any) -> None:
         for tensor in _needing_gradients(output):
             tensor.register_hook(lambda _: setattr(recorder, "in_loss", False))  # type: ignore[no-untyped-call]
 
-    head.register_forward_pre_hook(before)
+    head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
     head.register_forward_hook(after)
-
-
-def run_backward(loss: torch.Tensor) -> None:
-    """The backward pass by autograd's engine itself: `loss.backward()` suspends modes that see functions."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
-    engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager

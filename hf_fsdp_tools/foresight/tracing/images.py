@@ -6,10 +6,10 @@ Code of models for images reads them. Weights and activations have no values; co
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from transformers.models.auto.image_processing_auto import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, tensors_in
 from hf_fsdp_tools.foresight.tracing.repeats import short_copy
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.module_tree import replaced
@@ -41,14 +41,9 @@ from hf_fsdp_tools.text import first_line
 
 _SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
 
-# Settings of image processors that configurations call by another name, and those that they repeat.
-_SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
-_NAMED = ("patch_size", "temporal_patch_size", "image_grid_pinpoints", *_SAME)
-
-_looks: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], tuple[dict[str, torch.Tensor], int]]]
-_looks = WeakKeyDictionary()
-"""By model and by number, height and width of images: what a processor makes of those of one sequence, and how many
-tokens stand for each. The vision tower runs once for all batches of a search."""
+_NAMED = {name: name for name in ("patch_size", "temporal_patch_size", "image_grid_pinpoints")}
+_NAMED |= {"merge_size": "spatial_merge_size"}
+"""Settings of image processors that configurations have, and their names there."""
 
 
 class NoImagesError(Exception):
@@ -61,7 +56,7 @@ class Images:
 
     tensors: Mapping[str, torch.Tensor]  # Arguments of the model, for all sequences; all pixels are 1
     count: int  # Images of each sequence
-    tokens: int  # That stand for each image, and are replaced by its features; 0 where text attends to images
+    tokens: int  # That stand for each image, and are replaced by its features
     token_id: int
 
 
@@ -78,11 +73,8 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     if setup.images == 0 or "pixel_values" not in takes or getattr(model, "main_input_name", "") != "input_ids":
         return None
     config: Any = model.config
-    count, (height, width) = setup.images or 1, setup.image_size or (_side(config) or _SIDE,) * 2
-    looks = _looks.setdefault(model, {})
-    if (count, height, width) not in looks:
-        looks[count, height, width] = _look(model, count, (height, width))
-    made, tokens = looks[count, height, width]
+    count = setup.images or 1
+    made, tokens = _look(model, count, setup.image_size or (_side(config) or _SIDE,) * 2)
     if (needed := count * (tokens + 2) + 1) > setup.seq_len:
         fact = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
         if setup.images is None:
@@ -93,18 +85,17 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     return Images(tensors, count, tokens, next((one for one in ids if isinstance(one, int)), 0))
 
 
+@lru_cache(maxsize=8)  # the vision tower runs once for all batches of a search
 def _look(model: Any, count: int, size: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:
+    """What a processor makes of the images of one sequence, and how many tokens stand for each."""
     try:
         from PIL import Image
 
         made = _processor(model.config)([[Image.new("RGB", size[::-1])] * count], return_tensors="pt")
         tensors = {name: _repeated(value, 1) for name, value in made.items() if isinstance(value, torch.Tensor)}
-        tokens, rest = divmod(_features(model, tensors), count)
+        return tensors, _features(model, tensors) // count
     except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
         raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
-    if rest:
-        raise NoImagesError(f"{count} equal images have {count * tokens + rest} features")
-    return tensors, tokens
 
 
 def _side(config: Any) -> int | None:
@@ -114,41 +105,28 @@ def _side(config: Any) -> int | None:
     return side if isinstance(side, int) and side > 0 else None
 
 
-def _saved_processor(name: str) -> Any:
-    path = local_path(name)
-    folder = path.parent if path is not None and path.is_file() else path
-    try:
-        return AutoImageProcessor.from_pretrained(name if folder is None else folder, backend="pil")
-    except (OSError, ValueError):  # the checkpoint has none
-        return None
-
-
 def _processor(config: Any) -> Any:
     """The checkpoint's image processor, or that of its kind with the sizes of its configuration."""
-    if (saved := getattr(config, "name_or_path", "")) and (processor := _saved_processor(saved)) is not None:
-        return processor
+    if name := getattr(config, "name_or_path", ""):
+        path = local_path(name)
+        with suppress(OSError, ValueError):  # the checkpoint has none
+            return AutoImageProcessor.from_pretrained(path.parent if path and path.is_file() else name, backend="pil")
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if not names:
         raise LookupError(f"transformers has no image processor for {config.model_type}")
     kind: Any = get_image_processor_class_from_name(names.get("pil") or next(iter(names.values())))
-    plain, configs = kind(), (config, getattr(config, "vision_config", None) or config)
-    settings: dict[str, Any] = {}
-    for name in _NAMED:
-        values = [getattr(each, own, None) for each in configs for own in (name, _SAME.get(name, name))]
-        value = next((one for one in values if one is not None), None)
-        if hasattr(plain, name) and value is not None:
+    plain, settings = kind(), dict[str, Any]()
+    for name, own in _NAMED.items():
+        value = getattr(config, own, getattr(getattr(config, "vision_config", None), own, None))
+        if value is not None and hasattr(plain, name):
             is_pair = isinstance(getattr(plain, name), dict) and isinstance(value, int)
             settings[name] = {"height": value, "width": value} if is_pair else value
-    if (side := _side(config)) is None or "image_grid_thw" in plain.model_input_names:
-        return kind(**settings)
-    own = {name: dict(size) for name in ("size", "crop_size", "max_image_size") if (size := getattr(plain, name, None))}
-    tile = next(iter((own.get("max_image_size") or {}).values()), None)
-    for name, size in own.items():  # for another side of images; its own tell which there are
-        times = size["longest_edge"] // tile if tile and name == "size" else 1
-        is_range = "longest_edge" in size
-        settings[name] = {
-            key: value if key == "shortest_edge" and is_range else side * times for key, value in size.items() if value
-        }
+    side = 0 if "image_grid_thw" in plain.model_input_names else _side(config) or 0
+    tile = dict(getattr(plain, "max_image_size", None) or {}).get("longest_edge")
+    for name in ("size", "crop_size", "max_image_size") if side else ():
+        sizes = dict(getattr(plain, name, None) or {})
+        times = sizes["longest_edge"] // tile if tile and name == "size" else 1  # tiles of a picture
+        settings |= {name: {key: side * times for key, size in sizes.items() if size}} if sizes else {}
     return kind(**settings)
 
 
@@ -160,20 +138,14 @@ def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _features(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
-    """How many tokens the features of images stand for; 0 for a model whose text attends to them."""
-    find: Any = getattr(type(model), "get_image_features", None)
-    if find is None:
-        return 0
-    takes = inspect.signature(find).parameters
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    """How many tokens the features of images stand for."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), known_values() as values:
         twin: Any = short_copy(model, ())
         give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
-        with known_values() as values:
-            batch = {name: values.as_fake(value) for name, value in made.items() if name in takes}
-            output = twin.get_image_features(**batch)
-        features = tree_leaves(getattr(output, "pooler_output", output))
+        takes = inspect.signature(twin.get_image_features).parameters
+        output = twin.get_image_features(**{key: values.as_fake(made[key]) for key in made if key in takes})
         width = int(twin.get_input_embeddings().weight.shape[-1])
-        return sum(one.numel() for one in features if isinstance(one, torch.Tensor)) // width
+        return sum(one.numel() for one in tensors_in(getattr(output, "pooler_output", output))) // width
 
 
 def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -233,8 +205,6 @@ def _with_images(config: Any, takes: Any, shape: tuple[int, int], images: Images
         ids[:, where], is_image[:, where] = images.token_id, 1
     batch = {"input_ids": ids, **images.tensors}
     batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
-    if "cross_attention_mask" in takes and (tiles := images.tensors.get("aspect_ratio_mask")) is not None:
-        batch["cross_attention_mask"] = torch.ones(*shape, *tiles.shape[1:], dtype=torch.int64)
     return batch
 
 
@@ -270,7 +240,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         follows = not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
         is_known = follows and all(self.of(one) is not None for one in inputs)
@@ -284,7 +254,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             address = written.untyped_storage()._cdata  # into which something unknown is written
             for one in [fake for fake, real in self._known.items() if real.untyped_storage()._cdata == address]:
                 del self._known[one]
-        elif is_known and _new_bytes(result, inputs) <= _MOST_BYTES:
+        elif is_known and all(one.untyped_storage().nbytes() <= _MOST_BYTES for one in tensors_in(result)):
             self._keep(result, self._real(func, args, kwargs))
         return result
 
@@ -300,9 +270,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _shaped_by_a_mask(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation that chooses elements without values by a mask with values."""
         name = func.overloadpacket.__name__
-        if name == "masked_select" and (mask := self.of(args[1])) is not None:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's own
-            return args[0].new_empty(_count(mask, shape))
         if name == "masked_scatter_backward":
             return args[0].new_empty(args[2])
         if name == "index":
@@ -345,10 +312,3 @@ def _count(mask: torch.Tensor, shape: torch.Size) -> int:
     """How many elements of a shape a real mask chooses."""
     with _disable_current_modes():
         return int(mask.expand(shape).sum())
-
-
-def _new_bytes(result: Any, inputs: list[torch.Tensor]) -> int:
-    """Bytes of results that are new memory."""
-    old = {one.untyped_storage()._cdata for one in inputs}
-    storages = [one.untyped_storage() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-    return sum(storage.nbytes() for storage in storages if storage._cdata not in old)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
@@ -48,7 +49,7 @@ def _attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **_: Any,
 ) -> Any:
     """The kernel that torch 2.14 chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient."""
     ops: Any = torch.ops.aten
@@ -101,8 +102,8 @@ def _efficient_backward(
 def _layer_norm(hidden: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:
     """A layer norm, whose saved statistics are fp32 on CUDA."""
     rows = [*hidden.shape[: hidden.dim() - len(shape)], *(1 for _ in shape)]
-    mean, scale = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format), mean, scale
+    statistics = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), *statistics
 
 
 def _grouped_mm(
@@ -111,10 +112,8 @@ def _grouped_mm(
     """A product of matrices per group (experts), which torch computes without data in bf16 alone; rows are padded to 16
     bytes, as by `create_grouped_gemm_output_tensor` in `GroupedBlas.cpp`."""
     groups = {(2, 2): offs.shape[:1], (3, 3): left.shape[:1]}.get((left.dim(), right.dim()), ())
-    shape = (*groups, left.shape[-2], right.shape[-1])
-    dtype = out_dtype or left.dtype
-    step = 16 // dtype.itemsize
-    width = -(-shape[-1] // step) * step
+    shape, dtype = (*groups, left.shape[-2], right.shape[-1]), out_dtype or left.dtype
+    width = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
     strides = (shape[-2] * width, width, 1)[-len(shape) :]
     return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
 
@@ -122,15 +121,10 @@ def _grouped_mm(
 def notes_of(model: nn.Module) -> Iterator[str]:
     """Yield what a reader should know of kernels: those that are estimated where a GPU may run others."""
     kinds = {type(module): module for module in model.modules()}
-    mixers = [
-        kind.__name__
-        for kind, module in kinds.items()
-        if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")
-        and any(isinstance(child, nn.Conv1d) for child in module.children())
-    ]
-    if mixers:
+    convolved = (kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children()))
+    if mixer := next((kind for kind in convolved if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")), None):
         yield (
-            f"{mixers[0]} is estimated as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
+            f"{mixer.__name__} is estimated as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
             "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
         )
     fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
@@ -145,12 +139,16 @@ def notes_of(model: nn.Module) -> Iterator[str]:
         yield "Scratch memory of convolutions, which cuDNN chooses, is not estimated."
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:
     """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count."""
     name = func.overloadpacket.__name__
     if func.namespace.startswith("_c10d_functional"):
-        kinds: dict[str, Operation] = {"all_to_all": "all_to_all", "all_gather": "all_gather"}
-        return next((kind for begin, kind in kinds.items() if name.startswith(begin)), "all_reduce"), 0.0, 0.0
+        kinds: tuple[Operation, ...] = ("all_to_all", "all_gather")
+        return next((kind for kind in kinds if name.startswith(kind)), "all_reduce"), 0.0, 0.0
     if "attention" in name:
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         return ("attention", *_attention_flops(arguments, is_backward="backward" in name))

@@ -22,8 +22,7 @@ _TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwis
 _GIVE_SUMS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce")
 """Styles whose output is a sum over ranks."""
 
-_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
-"""Styles whose output is gathered."""
+_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")  # Styles whose output is gathered
 
 
 def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
@@ -77,12 +76,9 @@ def follow_parts(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module) and note_of(head).style is not None and hasattr(model, "loss_function"):
         # `sharding.vocabulary_parallel` computes the loss of this rank's words
-        head.forward = partial(_taking_whole, head.__dict__.pop("forward").args[0])
-        model.loss_function = partial(_loss_of_part, model.loss_function)
-
-
-def _loss_of_part(inner: Callable[..., Any], logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
-    return inner(logits, labels, logits.shape[-1], **kwargs)
+        inner, loss = head.__dict__.pop("forward").args[0], model.loss_function
+        head.forward = lambda hidden: inner(_summed_back(hidden))
+        model.loss_function = lambda logits, labels, vocab_size, **more: loss(logits, labels, logits.shape[-1], **more)
 
 
 def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
@@ -90,10 +86,6 @@ def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
         module.forward = partial(_dispatched, module.forward, setup=setup)
     elif style in {*_TAKE_WHOLE, *_GIVE_SUMS, *_GATHER}:  # the others exchange next to nothing
         module.forward = partial(_exchanging, module.forward, style=style, size=setup.tp_size)
-
-
-def _taking_whole(inner: Callable[..., Any], first: torch.Tensor) -> Any:
-    return inner(_summed_back(first))
 
 
 def _exchanging(
@@ -129,8 +121,7 @@ def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any
         hidden, index, weights = (_exchange(each, own, whole_again) for each in (hidden, index, weights))
     tokens, routes = index.shape
     order = index.reshape(-1).argsort()
-    sent = hidden[order // routes]
-    received = _sent(sent, setup.ep_size)
+    received = _sent(hidden[order // routes], setup.ep_size)
     output = inner(received, order.new_zeros((tokens * routes, 1)), weights.new_ones((tokens * routes, 1)))
     returned = _sent(output, setup.ep_size)
     sorted_back = torch.empty_like(returned)

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
-from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch, tensors_in
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
@@ -35,7 +34,7 @@ class _Block:
 
     place: int  # Index of its `Alloc` in the list of events
     made_in: _Pass
-    watch: Any = None  # The weak reference to the storage, which must live as long as the storage
+    watch: Any  # The weak reference to the storage, which must live as long as the storage
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -44,7 +43,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def __init__(
         self,
         units: dict[str, str],
-        *,
         on_cuda: bool = True,
         compiled: bool = False,
         sizes: Mapping[str, int] | None = None,
@@ -71,10 +69,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Do not count the memory of tensors that live longer than the list of events: parameters and buffers."""
         self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
-    def take_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._take(tensor, kind="inputs")
-
     def enter(self, module: str, *_: object) -> None:
         self.modules.append(module)
 
@@ -89,8 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def end(self, module: str) -> None:
         self.events.append(Mark("after_forward", module, self.phase == "backward"))
         while len(self._passes) > 1:
-            over = self._passes.pop()
-            over.is_over = True
+            (over := self._passes.pop()).is_over = True
             if over.module == module:
                 break
 
@@ -150,8 +143,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             # autograd's sum of two gradients, which lies in the memory of the first
             func = torch.ops.aten.add_.Tensor if args[0].shape == getattr(args[1], "shape", ()) else func
         result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
-        made = _tensors(result)
-        new = [tensor for tensor in made if self._take(tensor)]
+        made = tensors_in(result)
+        new = [tensor for tensor in made if self.take(tensor)]
         if self._compiled and self.modules and _IN_BLOCK.search(self.modules[-1]):
             self._fuse(func.overloadpacket.__name__, args, made)
         is_view = not new and not func._schema.is_mutable
@@ -167,20 +160,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Count what `torch.compile` keeps of a block: AOTAutograd's cut computes again the result of an activation
         function that is multiplied on, and of a copy in another dtype keeps the narrower side. (So were two blocks of
         Llama measured on an H200: I + 4 H per token less, with LoRA I + 2 H.)"""
+        kept: list[tuple[torch.Tensor, int]] = []
         if name == "_to_copy" and self._made_by(made[0]) == name:
-            self._shrink(made[0], inputs[0].nbytes if made[0].nbytes > inputs[0].nbytes else 0)
+            kept = [(made[0], inputs[0].nbytes if made[0].nbytes > inputs[0].nbytes else 0)]
         elif name == "mul":
-            for each in inputs:
-                if isinstance(each, torch.Tensor) and self._made_by(each) in ("silu", "gelu"):
-                    self._shrink(each, 0)
+            gates = [each for each in inputs if isinstance(each, torch.Tensor)]
+            kept = [(each, 0) for each in gates if self._made_by(each) in ("silu", "gelu")]
+        for tensor, num_bytes in kept:
+            self._change(self._blocks[tensor.untyped_storage()._cdata], num_bytes=num_bytes)
 
     def _made_by(self, tensor: torch.Tensor) -> str:
         """The operator that took a tensor's memory."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return "" if block is None else self._alloc(block).source.rpartition("aten.")[2].partition(".")[0]
-
-    def _shrink(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        self._change(self._blocks[tensor.untyped_storage()._cdata], num_bytes=num_bytes)
 
     def _alloc(self, block: _Block) -> Alloc:
         taken = self.events[block.place]
@@ -192,13 +184,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
-        read = _tensors((args, kwargs))
+        read, unit = tensors_in((args, kwargs)), self._passes[-1].unit
         if operation in COLLECTIVES:
             axis = next(each for each in reversed(args) if each in self._sizes)
-            whole = made if operation == "all_gather" else read
-            num_bytes, unit = float(whole[0].numel() * whole[0].element_size()), self._passes[-1].unit
-            ranks, phase = self._sizes[axis], self.phase
-            self.events.append(Work(operation, 0.0, num_bytes, unit, phase, "exchange", ranks=ranks, axis=axis))
+            num_bytes, ranks = float((made if operation == "all_gather" else read)[0].nbytes), self._sizes[axis]
+            self.events.append(Work(operation, 0.0, num_bytes, unit, self.phase, "exchange", ranks=ranks, axis=axis))
             return
         # an autograd function of a model runs without gradients, also where its module is computed again
         again = self.phase == "backward" and (self.again or bool(self.modules) or torch.is_grad_enabled())
@@ -207,7 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 operation=operation,
                 flops=self.times * flops,
                 num_bytes=self.times * float(sum(map(_touched, read)) + sum(map(_touched, made))),
-                unit=self._passes[-1].unit,
+                unit=unit,
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
@@ -215,20 +205,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             )
         )
 
-    def _take(self, tensor: torch.Tensor, kind: Kind | None = None) -> bool:
+    def take(self, tensor: torch.Tensor, kind: Kind | None = None) -> bool:
         """Note the memory of a tensor; whether it is new."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._known or address in self._blocks:
+        address, num_bytes = storage._cdata, storage.nbytes()
+        if address in self._known or address in self._blocks or not num_bytes:
             return False
-        num_bytes = storage.nbytes()
-        if num_bytes == 0:
-            return False
-        kind = kind or ("logits and loss" if self.in_loss else "activations")
-        number = self._append(num_bytes, kind)
-        block = _Block(len(self.events) - 1, self._passes[-1])
-        block.watch = weakref.ref(storage, lambda _: self._give_back(address, number))
-        self._blocks[address] = block
+        number = self._append(num_bytes, kind or ("logits and loss" if self.in_loss else "activations"))
+        watch = weakref.ref(storage, lambda _: self._give_back(address, number))
+        self._blocks[address] = _Block(len(self.events) - 1, self._passes[-1], watch)
         return True
 
     def _append(self, num_bytes: int, kind: Kind) -> int:
@@ -246,10 +231,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if is_short and self._alloc(block).kind == "activations":
             self._change(block, kind="temporaries")
         self.events.append(Free(number))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _touched(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ order in which memory is given back.
 import copy
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -78,19 +79,17 @@ def repeating_stacks(model: nn.Module, kept: int, every: int = 1, without: nn.Mo
 
 def _best(container: str, signs: Sequence[object], kept: int) -> Stack | None:
     """The way to see a list as periods with the fewest blocks to run."""
-    size = len(signs)
-    best: Stack | None = None
+    size, found = len(signs), list[Stack]()
     for length in range(1, size // (kept + 1) + 1):
         for first in range(size - (kept + 1) * length + 1):
             end = first + length
             while end < size and signs[end] == signs[end - length]:
                 end += 1
-            periods = (end - first) // length
-            if periods > kept:
-                stack = Stack(container=container, size=size, first=first, length=length, periods=periods, kept=kept)
-                if best is None or len(stack.indices) < len(best.indices):
-                    best = stack
-    return best
+            if (periods := (end - first) // length) > kept:
+                found.append(
+                    Stack(container=container, size=size, first=first, length=length, periods=periods, kept=kept)
+                )
+    return min(found, key=lambda stack: len(stack.indices), default=None)
 
 
 def _signature(block: nn.Module, config: Any, index: int, size: int) -> list[object]:
@@ -158,18 +157,15 @@ def _copy_configs(model: nn.Module, stacks: Sequence[Stack]) -> None:
 def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
     """The plan of the short model."""
 
+    def place(name: str) -> str | None:
+        for stack in stacks:
+            if (found := stack.place_of(name)) is not None:
+                at, rest = found
+                return f"{stack.container}.{stack.indices.index(at)}{rest}" if at in stack.indices else None
+        return name
+
     def renamed(names: Sequence[str]) -> tuple[str, ...]:
-        found = []
-        for name in names:
-            for stack in stacks:
-                if (place := stack.place_of(name)) is not None:
-                    run = place[0] in stack.indices
-                    name = f"{stack.container}.{stack.indices.index(place[0])}{place[1]}" if run else ""
-                    if not run:
-                        break
-            else:
-                found.append(name)
-        return tuple(found)
+        return tuple(own for name in names if (own := place(name)) is not None)
 
     units = (replace(unit, modules=renamed(unit.modules)) for unit in plan.units)
     return replace(plan, units=tuple(unit for unit in units if unit.modules), replicated=renamed(plan.replicated))
@@ -186,10 +182,9 @@ class _NotAlikeError(Exception):
 
 def expand(events: Sequence[Event], stacks: Sequence[Stack]) -> list[Event] | None:
     """The events of the full depth, of those of the short model; None where neighbouring periods differ."""
-    try:
+    with suppress(_NotAlikeError):
         return _Expansion(events, stacks).run()
-    except _NotAlikeError:
-        return None
+    return None
 
 
 class _Expansion:
@@ -219,26 +214,23 @@ class _Expansion:
         """Where a period's passes begin, and end where the next one's do."""
         begins = [stack.first + period * stack.length for period in range(stack.kept)]
         firsts, lasts = ([f"{stack.container}.{at + by}" for at in begins] for by in (0, stack.length - 1))
-        if any(len(self._marks.get(("before_forward", each), ())) != 1 for each in firsts):
+        needed = [("before_forward", each) for each in firsts] + [("before_backward", each) for each in lasts]
+        is_there = {("after_forward", lasts[-1]), *needed} <= self._marks.keys()
+        if not is_there or any(len(self._marks[each]) != 1 for each in needed[: stack.kept]):
             raise _NotAlikeError
-        starts = [self._place("before_forward", each) for each in firsts]
-        end = self._place("after_forward", lasts[-1]) + 1
+        starts = [self._marks["before_forward", each][0] for each in firsts]
+        end = self._marks["after_forward", lasts[-1]][0] + 1
         while isinstance(event := self._events[end], Free | Mark):  # what it was called with is given back
             if isinstance(event, Mark) and event.where != "after_forward":
                 break
             end += 1
         for period, span in enumerate(pairwise([*starts, end])):
             self._spans[stack.container, "forward", period] = span
-        starts = [self._place("before_backward", each) for each in lasts]
+        starts = [self._marks["before_backward", each][0] for each in lasts]
         ended = self._marks.get(("after_backward", firsts[0]))
         for period, start in enumerate(starts):
             end = starts[period - 1] if period else ended[-1] + 1 if ended else len(self._events)
             self._spans[stack.container, "backward", period] = start, end
-
-    def _place(self, where: str, module: str) -> int:
-        if (found := self._marks.get((where, module))) is None:
-            raise _NotAlikeError
-        return found[0]
 
     def run(self) -> list[Event]:
         for (container, direction, period), (start, end) in self._spans.items():
@@ -272,11 +264,10 @@ class _Expansion:
         if kind is not Work and kind is not Mark:
             changes["block"] = self._number(event.block, key, shift)
         if (field := _NAMES.get(kind)) is not None:
-            fqn = getattr(event, field)
-            if (place := (fqn, key, shift)) not in self._names:
-                self._names[place] = self._name(fqn, key, shift)
-            if self._names[place] != fqn:
-                changes[field] = self._names[place]
+            place = (fqn := getattr(event, field), key, shift)
+            if (name := self._names.get(place)) is None:
+                name = self._names[place] = self._name(*place)
+            changes |= {field: name} if name != fqn else {}
         moved: Event = replace(event, **changes) if changes else event
         return moved
 
