@@ -46,11 +46,11 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
-    from hf_fsdp_tools.sharding.float8 import Float8Policy as Float8Policy
     from hf_fsdp_tools.sharding.gathering import gathered_units as gathered_units
-    from hf_fsdp_tools.sharding.parallel import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.replicated import clip_grad_norm_ as clip_grad_norm_
+    from hf_fsdp_tools.sharding.shard import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
+    from hf_fsdp_tools.sharding.sharding import Float8Policy as Float8Policy
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
     from hf_fsdp_tools.streaming.muon import Muon as Muon
 
@@ -82,11 +82,10 @@ _NAMES_OF = {
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "sharding.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
-    "sharding.float8": ("Float8Policy",),
     "sharding.gathering": ("gathered_units",),
-    "sharding.parallel": ("parallelize_model",),
     "sharding.replicated": ("clip_grad_norm_",),
-    "sharding.shard": ("shard_model",),
+    "sharding.sharding": ("Float8Policy",),
+    "sharding.shard": ("parallelize_model", "shard_model"),
     "streaming.live": ("live_weights",),
     "streaming.muon": ("Muon",),
 }

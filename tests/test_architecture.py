@@ -16,6 +16,7 @@ import pytest
 
 import hf_fsdp_tools
 from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2
+from hf_fsdp_tools.sharding.shard import FEATURES
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -163,6 +164,21 @@ def test_a_room_imports_only_rooms_above_it():
             assert own == "" or ROOMS.index(other) < ROOMS.index(own), f"{name} imports {other}, which is not above it"
             is_launcher = (name, other) == ("cli.launch", "integrations")  # whose parser is Accelerate's
             assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
+
+
+MAY_NAME_A_FEATURE = {
+    ("pretrained", "sharding.compile"), ("pretrained", "sharding.recompute"),  # short forms of arguments
+    ("sharding.added", "sharding.checks"),
+    ("sharding.compile", "sharding.recompute"),
+}  # fmt: skip
+"""Modules of the core, and the modules of features that they import beside `shard.FEATURES`."""
+
+
+def test_the_core_knows_features_by_their_list_alone():
+    features = {type(feature).__module__.partition(".")[2] for feature in FEATURES}
+    core = {*ROOMS[: ROOMS.index("proof")]} - {"foresight", "fsdp1"}
+    names = {(name, other) for name, path in modules().items() for other in imports(path) & features}
+    assert {each for each in names if room_of(each[0]) in core and each[0] != "sharding.shard"} == MAY_NAME_A_FEATURE
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -318,8 +334,8 @@ def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
 
 MOVING = {
     "distribute_module": set(),
-    "distribute_tensor": {"sharding.parallel"},
-    "from_local": {"distributed.shards", "sharding.vocabulary_parallel"},
+    "distribute_tensor": {"sharding.placement"},
+    "from_local": {"distributed.shards", "sharding.parallel"},
 }
 """Functions that take what they are given to the mesh's device, unasked, and the modules in which they may stand. These
 give them tensors on meta, which stay there, and logits, which are there."""

@@ -34,8 +34,9 @@ from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies,
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
-from hf_fsdp_tools.sharding.float8 import Float8Policy, import_torchao
+from hf_fsdp_tools.sharding.float8 import import_torchao
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
+from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean
 
 

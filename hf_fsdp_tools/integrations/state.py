@@ -43,7 +43,8 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
 )
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_config
+from hf_fsdp_tools.sharding.float8 import float8_config
+from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.sharding.float8 import is_float8
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, merge_alike, show_bytes
 
@@ -78,7 +78,7 @@ def describe_sharding(model: nn.Module) -> str:
     for dim in sorted(split.keys() - {0}):
         why = f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks"
         lines += [f"{why}: {names}" for names in merge_alike(split[dim])]
-    layers = sum(map(is_float8, model.modules()))
+    layers = sum(note_of(module).float8 is not None for module in model.modules())
     in_float8 = f", FP8 in {layers} linear layers" if layers else ""
     lines += [
         f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}{in_float8}",

@@ -32,7 +32,8 @@ from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class, replaced
-from hf_fsdp_tools.sharding.parallel import install_style, parallel_parameters, placeholder
+from hf_fsdp_tools.modeling.notes import install_style
+from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
 _OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage"}

@@ -20,7 +20,6 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     keep_gathered,
     reshard_units,
 )
-from hf_fsdp_tools.sharding.parallel import is_parallel
 
 _SHARE = 0.5
 """The share of free memory that gathered weights may take; the rest is for keys, values and activations. (assumed)"""
@@ -71,7 +70,7 @@ def gathered_units(model: nn.Module, gathered: bool = True) -> Iterator[None]:
 def _kept(root: nn.Module) -> Iterator[None]:
     """A block in which the units of a root are gathered, and ranks that share nothing else do not wait for others."""
     marked: list[Any] = []
-    if not (is_parallel(root) or any(note_of(module).rows for module in root.modules())):
+    if not (note_of(root).sharding.is_divided or any(note_of(module).rows for module in root.modules())):
         marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
     # By the mark, `generate` goes on until every rank has finished.
     with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):
@@ -102,7 +101,8 @@ def generate_on_shards(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) 
 
 def _fits(model: nn.Module) -> bool:
     """Whether the weights can be gathered on every rank. Every rank must call."""
-    mesh = note_of(model).sharding.mesh
+    sharding = note_of(model).sharding
+    mesh = sharding.mesh
     share = _SHARE / (rank_on_node()[1] if mesh.device_type == "cpu" else 1)
-    ranks = None if is_parallel(model) else sorted(mesh.mesh.flatten().tolist())
+    ranks = None if sharding.is_divided else sorted(mesh.mesh.flatten().tolist())
     return all(all_ranks(bytes_gathered(model) <= share * free_bytes(mesh.device_type), "generating", ranks=ranks))
