@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
-    from hf_fsdp_tools.sharding.gathering import gathered_units as gathered_units
+    from hf_fsdp_tools.sharding.hf_interface import gathered_units as gathered_units
     from hf_fsdp_tools.sharding.replicated import clip_grad_norm_ as clip_grad_norm_
     from hf_fsdp_tools.sharding.shard import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
@@ -82,7 +82,7 @@ _NAMES_OF = {
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "sharding.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
-    "sharding.gathering": ("gathered_units",),
+    "sharding.hf_interface": ("gathered_units",),
     "sharding.replicated": ("clip_grad_norm_",),
     "sharding.sharding": ("Float8Policy",),
     "sharding.shard": ("parallelize_model", "shard_model"),

@@ -293,6 +293,7 @@ PRIVATE = {
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
         _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg""",
     "distributed.shards": "_get_root_mesh _spec",
+    "distributed.steps": "register_optimizer_step_pre_hook register_optimizer_step_post_hook",  # of all optimizers
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",

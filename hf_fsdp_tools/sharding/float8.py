@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -293,7 +293,7 @@ class Float8(Feature):
         gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
         scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
         if scales.shards:
-            _count_steps()
+            at_steps(Step.COUNT, _count)
             yield Hook(model, Phase.SCALES, scales.before_pass)
 
 
@@ -301,14 +301,10 @@ _steps = 0
 """Steps of optimizers of shards that this process has made since a model was converted."""
 
 
-@cache
-def _count_steps() -> None:
-    def count(optimizer: Any, args: object, kwargs: object) -> None:
-        global _steps  # on every rank the same: an optimizer of one rank alone has no shards
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        _steps += any(isinstance(parameter, DTensor) for parameter in held)
-
-    register_optimizer_step_post_hook(count)
+def _count(optimizer: Any) -> None:
+    global _steps  # on every rank the same: an optimizer of one rank alone has no shards
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    _steps += any(isinstance(parameter, DTensor) for parameter in held)
 
 
 # ---- torchao ----

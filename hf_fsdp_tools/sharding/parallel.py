@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
 from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
@@ -32,6 +31,7 @@ from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.alike import IGNORED
+from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
@@ -92,10 +92,9 @@ class DividedLayers(Feature):
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """A mesh with these axes needs a model that was divided."""
         if sharding.is_divided and not _is_divided(model):
-            dims = sharding.axes.dims
             raise ConfigError(
-                f"The mesh has tp_size {dims.tp_size} and ep_size {dims.ep_size}, and {type(model).__name__} is not "
-                "divided. Call parallelize_model(model, mesh) before make_wrap_plan."
+                f"The mesh is {sharding.axes.dims}, and {type(model).__name__} is not divided. Call "
+                "parallelize_model(model, mesh) before make_wrap_plan."
             )
 
     def added(self, model: nn.Module) -> None:

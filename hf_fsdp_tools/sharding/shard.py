@@ -37,11 +37,11 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.context_parallel import ContextParallel
 from hf_fsdp_tools.sharding.float8 import Float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
-from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import DividedLayers
+from hf_fsdp_tools.sharding.patches import guard_habits
 from hf_fsdp_tools.sharding.phases import install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
@@ -309,8 +309,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
             experts: Any = members[0]
             experts.set_gradient_divide_factor(float(sharding.mesh.size()))
-            # NCCL's PREMUL_SUM, in which FSDP2 would divide, is not in other backends, and wrong in bf16
-            # (pytorch#190747); where there is nothing to reduce, there is no sum.
+            # NCCL's PREMUL_SUM, in which FSDP2 would divide, other backends lack; in bf16 it is wrong (pytorch#190747)
             experts.set_force_sum_reduction_for_comms(mesh.size(-1) > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)

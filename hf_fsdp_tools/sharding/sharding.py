@@ -109,8 +109,7 @@ class Feature:
     of forward passes, `phases.Phase` has the order. Each does nothing where it was not asked for."""
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
-        """Change a model before it is planned, or refuse it, where ranks share layers or experts; `rules` are those of
-        `parallelize_model`. Communicate nothing."""
+        """Change a model that ranks are to share, before it is planned, by the rules of `parallelize_model`."""
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Refuse, with a ConfigError, what cannot be; change nothing. Every rank calls."""

@@ -38,7 +38,6 @@ from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
 
-
 _NOWHERE = 2**40
 """The place of a rank that comes to no unit any more: after that of any unit."""
 
