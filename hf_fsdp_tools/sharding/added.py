@@ -26,7 +26,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import FEATURES, apply_again
+from hf_fsdp_tools.sharding.shard import apply_again, features
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
@@ -109,7 +109,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:
         return {}
-    for feature in FEATURES:
+    for feature in features():
         feature.added(model)
     if packed_parameters(base):
         _undo_casts(base)

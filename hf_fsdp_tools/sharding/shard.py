@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
+from hf_fsdp_tools.doors import extensions
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -34,13 +35,10 @@ from hf_fsdp_tools.sharding.compile import (
     check_options,
     compile_blocks,
 )
-from hf_fsdp_tools.sharding.context_parallel import ContextParallel
-from hf_fsdp_tools.sharding.float8 import Float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
 from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.parallel import DividedLayers
 from hf_fsdp_tools.sharding.patches import guard_habits
 from hf_fsdp_tools.sharding.phases import install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
@@ -56,18 +54,13 @@ from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharded_modules, 
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
 from hf_fsdp_tools.text import dtype_name, listed
 
-FEATURES: list[Feature] = [
-    ContextParallel(),
-    DividedLayers(),
-    ParameterChecks(),
-    Float8(),
-    Checkpointing(),
-    CompiledBlocks(),
-    Units(),
-    SkippedUnits(),
-    Buffers(),
-]
-"""What is done to a model beside gathering and reducing its units. Whoever adds a `Feature` here edits nothing else."""
+
+@cache
+def features() -> list[Feature]:
+    """What is done to a model beside gathering and reducing its units: the `FEATURE` of each module of `extensions/`,
+    then the core's own. Each call gives the same list."""
+    added = [own for module in extensions() if (own := getattr(module, "FEATURE", None)) is not None]
+    return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), SkippedUnits(), Buffers()]
 
 
 def parallelize_model(
@@ -105,7 +98,7 @@ def parallelize_model(
     """
     axes = axes_of(mesh)
     rules = {"tp_plan": tp_plan, "ep_plan": ep_plan, "ep_implementation": ep_implementation}
-    for feature in FEATURES if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
+    for feature in features() if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
         feature.divide(model, axes, rules)
     return model
 
@@ -212,7 +205,7 @@ def checked_sharding(
         activation_checkpointing=as_recompute(activation_checkpointing),
         compile=as_compile(compile),
     )
-    for feature in FEATURES:
+    for feature in features():
         feature.check(model, tree, sharding)
     same_on_all_ranks(
         "sharding the model",
@@ -234,7 +227,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    for feature in FEATURES:
+    for feature in features():
         feature.before_units(model, tree, sharding)
     apply_sharding(model, sharding, tree)
     return model
@@ -324,7 +317,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     mark_for_transformers(model)
     add_to_note(model, sharding=sharding)
     remove_hooks(model)
-    install(model, (made for feature in FEATURES for made in feature.hooks(model, tree, sharding)))
+    install(model, (made for feature in features() for made in feature.hooks(model, tree, sharding)))
     guard_injection()
 
 
@@ -373,7 +366,7 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     assert sharding is not None
     reshard_units(model)
     twin = copy_released(model, memo)
-    for feature in FEATURES:
+    for feature in features():
         feature.again(twin, sharding)
     apply_again(twin, sharding, lambda old, made: old, dtypes={})
     return twin

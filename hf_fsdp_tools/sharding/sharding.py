@@ -105,7 +105,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 class Feature:
-    """What one feature does to a model that is sharded. `shard.FEATURES` has all, in the order in which they are asked;
+    """What one feature does to a model that is sharded. `shard.features` has all, in the order in which they are asked;
     of forward passes, `phases.Phase` has the order. Each does nothing where it was not asked for."""
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from hf_fsdp_tools.sharding import patches
 from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2, refuse_without
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, describe_hooks, install, remove_hooks
-from hf_fsdp_tools.sharding.shard import FEATURES
+from hf_fsdp_tools.sharding.shard import features
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
@@ -159,7 +159,8 @@ class Doubled(Feature):
 
 def test_a_feature_of_somebody_else_is_one_class() -> None:
     fake_ranks(2)
-    with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES, Doubled()]):
+    found = [*features(), Doubled()]
+    with patch("hf_fsdp_tools.sharding.shard.features", lambda: found):
         with pytest.raises(ConfigError, match="doubled blocks are not offloaded"):
             sharded(offload_policy=True)
         said = describe_hooks(sharded())

@@ -198,6 +198,9 @@ class ContextParallel(Feature):
         return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
 
 
+FEATURE = ContextParallel()
+
+
 def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:
     """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
     return _made(model, Rows("rows", 0, size))

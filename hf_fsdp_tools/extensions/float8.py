@@ -297,6 +297,9 @@ class Float8(Feature):
             yield Hook(model, Phase.SCALES, scales.before_pass)
 
 
+FEATURE = Float8()
+
+
 _steps = 0
 """Steps of optimizers of shards that this process has made since a model was converted."""
 

@@ -120,6 +120,9 @@ class DividedLayers(Feature):
             yield Hook(model, Phase.WORDS, divided.after)
 
 
+FEATURE = DividedLayers()
+
+
 def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:
     """Give each rank its part of the weights that the rules name, and let their modules compute with it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
