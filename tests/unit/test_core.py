@@ -1,5 +1,6 @@
 """The core runs without `extensions/` and what stands on it: in a copy that has only the core's rooms."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import pytest
 import hf_fsdp_tools
 from tests._checkpoints import make_checkpoint
 from tests.test_architecture import CORE, imports, modules, room_of
+
+FOR_TESTS = ("testing", "proof", "proof.shrink", "proof.batches")
+"""Modules beside the core that tests need: they launch ranks, and make small models and batches."""
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -44,10 +48,10 @@ for call in (lambda: save_pretrained(model, "memory://it"), lambda: hf_fsdp_tool
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
-    """A folder with a copy of the package that has the core alone."""
+    """A folder with a copy of the package that has the core alone, and what launches ranks for tests."""
     target = tmp_path / "copy" / "hf_fsdp_tools"
     for name, path in modules().items():
-        if room_of(name) in (*CORE, ""):
+        if room_of(name) in (*CORE, "") or name in FOR_TESTS:
             (target / path.relative_to(PACKAGE)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target / path.relative_to(PACKAGE))
     return target.parent
@@ -69,21 +73,30 @@ def test_the_core_loads_trains_and_saves_without_the_rooms_below(core: Path, tmp
     ]
 
 
-def needed(path: Path) -> set[str]:
-    """Rooms that a test needs, by what it and the helpers beside it import."""
-    own = imports(path)
-    text = path.read_text()
-    front = {hf_fsdp_tools._MODULE_OF[name] for name in hf_fsdp_tools.__all__ if f" {name}" in text or f"({name}" in text}
-    return {room_of(module) for module in own | front}
+BESIDE = (
+    "test_conversion",
+    "test_core",
+    "test_export",
+    "test_extending",
+    "test_notebook",
+    "test_opening",
+    "test_phases",
+)
+BESIDE += ("test_support",)
+"""Tests of core and more, or whose helpers need more."""
 
 
-CORE_TESTS = [path for path in sorted((TESTS / "unit").glob("test_*.py")) if needed(path) <= {*CORE}]
+def is_of_core(path: Path) -> bool:
+    """Whether a test names nothing beside the core and what tests need."""
+    homes, text = hf_fsdp_tools._MODULE_OF, path.read_text()
+    needed = {*imports(path)} | {home for name, home in homes.items() if re.search(rf"\b{name}\b", text)}
+    return {*map(room_of, needed)} <= {*CORE, "testing", "proof"} and path.stem not in BESIDE
 
 
 @pytest.mark.nightly
 def test_the_cores_tests_pass_without_the_rooms_below(core: Path) -> None:
-    shutil.copytree(TESTS, core / "tests", ignore=shutil.ignore_patterns("__pycache__", "ranks", "recipes", "census"))
-    files = [f"tests/unit/{path.name}" for path in CORE_TESTS]
+    shutil.copytree(TESTS, core / "tests", ignore=shutil.ignore_patterns("__pycache__", "ranks", "recipes"))
+    files = [f"tests/unit/{path.name}" for path in sorted((TESTS / "unit").glob("test_*.py")) if is_of_core(path)]
     assert len(files) > 20
     done = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-4000:]
