@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
     from hf_fsdp_tools.errors import RanksError as RanksError
     from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
+    from hf_fsdp_tools.extensions.averages import ParameterEMA as ParameterEMA
+    from hf_fsdp_tools.extensions.muon.muon import Muon as Muon
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
     from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
     from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
@@ -44,15 +46,13 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.saving.save import save_pretrained as save_pretrained
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
-    from hf_fsdp_tools.sharding.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
-    from hf_fsdp_tools.sharding.float8 import Float8Policy as Float8Policy
-    from hf_fsdp_tools.sharding.gathering import gathered_units as gathered_units
-    from hf_fsdp_tools.sharding.parallel import parallelize_model as parallelize_model
+    from hf_fsdp_tools.sharding.hf_interface import gathered_units as gathered_units
     from hf_fsdp_tools.sharding.replicated import clip_grad_norm_ as clip_grad_norm_
+    from hf_fsdp_tools.sharding.shard import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
+    from hf_fsdp_tools.sharding.sharding import Float8Policy as Float8Policy
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
-    from hf_fsdp_tools.streaming.muon import Muon as Muon
 
 _NAMES_OF = {
     "background": ("wait_for_saves",),
@@ -80,15 +80,14 @@ _NAMES_OF = {
     "saving.export": ("export_checkpoint",),
     "saving.save": ("save_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
-    "sharding.averages": ("ParameterEMA",),
+    "extensions.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
-    "sharding.float8": ("Float8Policy",),
-    "sharding.gathering": ("gathered_units",),
-    "sharding.parallel": ("parallelize_model",),
+    "sharding.hf_interface": ("gathered_units",),
     "sharding.replicated": ("clip_grad_norm_",),
-    "sharding.shard": ("shard_model",),
+    "sharding.sharding": ("Float8Policy",),
+    "sharding.shard": ("parallelize_model", "shard_model"),
     "streaming.live": ("live_weights",),
-    "streaming.muon": ("Muon",),
+    "extensions.muon.muon": ("Muon",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

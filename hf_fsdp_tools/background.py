@@ -20,11 +20,11 @@ from functools import cache
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.rounds import Rounds, rounds_apart, rounds_of_thread
+from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 from hf_fsdp_tools.text import show_bytes
 
@@ -134,14 +134,14 @@ _changed = threading.Condition()
 
 @cache
 def _count_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    at_steps(Step.STOP, _before_step)
     atexit.register(_at_exit)
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Any) -> None:
     """Count a step; or raise the error of a save in its place, on all ranks in place of the same one."""
     global _steps
-    caller = sys._getframe(1)
+    caller = sys._getframe(2)  # torch's, of all optimizers
     if any(frame.f_code is caller.f_code for frame, _ in walk_stack(caller.f_back)):
         return  # a part of another optimizer's step, as AdamW's of `Muon`'s
     with _changed:

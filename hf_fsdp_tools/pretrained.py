@@ -31,9 +31,8 @@ from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_ad
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_parallel
 from hf_fsdp_tools.sharding.injection import refuse_for_shards
-from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.recompute import as_recompute
-from hf_fsdp_tools.sharding.shard import checked_sharding, shard_checked
+from hf_fsdp_tools.sharding.shard import checked_sharding, parallelize_model, shard_checked
 from hf_fsdp_tools.sharding.sharding import Sharding
 from hf_fsdp_tools.text import quoted
 

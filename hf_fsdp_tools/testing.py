@@ -140,7 +140,7 @@ def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., A
                 results[name] = case(*args)
         except BaseException:  # `pytest.raises` that sees nothing raised fails with one that is no Exception
             failed[name] = traceback.format_exc()
-        _forget_accelerate()
+        forget_accelerate()
         meeting = f"after case {next(_meetings)}"
         store.set(f"{meeting} {rank}", "here")
         try:
@@ -155,7 +155,7 @@ def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., A
     return results
 
 
-def _forget_accelerate() -> None:
+def forget_accelerate() -> None:
     """The next Accelerator is made as in a new process; it would share its state with the last one."""
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

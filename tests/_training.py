@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import full
 
 
@@ -39,12 +39,6 @@ def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def batches_of(rows: list[dict[str, torch.Tensor]], size: int) -> list[dict[str, torch.Tensor]]:
     """All batches of that size, in order, on this rank's device."""
     return [on_device(batch) for batch in DataLoader(rows, batch_size=size)]  # type: ignore[arg-type]
-
-
-def forget_accelerate() -> None:
-    """As in a new process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def new_accelerator(**settings: Any) -> Accelerator:

@@ -3,7 +3,6 @@ GPUs. Checkpoints that are read alone are made once. No test leaves a process gr
 the environment, or silence, to the next."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import hypothesis
 import psutil
 import pytest
 
+from hf_fsdp_tools.testing import forget_accelerate
 from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
 
@@ -75,10 +75,7 @@ def as_found() -> Iterator[None]:
         yield
     if dist.is_initialized() and not had_group:
         dist.destroy_process_group()
-    if "accelerate.state" in sys.modules:
-        from tests._training import forget_accelerate
-
-        forget_accelerate()
+    forget_accelerate()
     transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
 

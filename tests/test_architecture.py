@@ -16,20 +16,22 @@ import pytest
 
 import hf_fsdp_tools
 from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2
+from hf_fsdp_tools.sharding.shard import features
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
-ROOMS = (
-    "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight",
-    "plots", "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof",
-    "integrations", "scripting", "cli", "testing", "__main__",
+CORE = (
+    "text", "errors", "doors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding",
+    "background", "loading", "streaming", "saving", "diagnostics", "pretrained",
 )  # fmt: skip
+"""What runs without the rooms below, `extensions/` first of all."""
+
+ROOMS = (*CORE, "extensions", "foresight", "plots", "proof", "integrations", "scripting", "cli", "testing", "__main__")
 """In the order in which they may import: each only rooms above it."""
 
 NEVER = (
     ("planning", "distributed"),  # a plan is pure: no process group, no device
     ("sharding", "loading"),
-    ("saving", "fsdp1"),  # it can be deleted one day
 )
 """(room, what it must not import although it stands above). Nothing at all imports `integrations`."""
 
@@ -44,7 +46,8 @@ BUDGET = {
     "distributed": (1900, 1555, 9, 2),
     "errors": (150, 65, 1, 5),
     "foresight": (5030, 4390, 26, 4),
-    "fsdp1": (430, 330, 4, 0),
+    "doors": (35, 30, 1, 0),
+    "extensions": (3200, 2700, 16, 5),
     "hub": (175, 145, 1, 0),
     "integrations": (5500, 4655, 25, 4),
     "loading": (6330, 5355, 30, 3),
@@ -131,8 +134,6 @@ def print_sizes(root: Path) -> None:
         texts = [path.read_text() for path in files]
         lines, docs = sum(len(text.splitlines()) for text in texts), sum(map(docstring_lines, texts))
         print(f"{folder:24} {lines:6,} {lines - docs:20,} {len(files):6}")
-    others = (path for path in (root / "hf_fsdp_tools").rglob("*.py") if path.parent.name != "fsdp1")
-    print(f"files outside of fsdp1 that name it: {sum('fsdp1' in path.read_text().lower() for path in others)}")
 
 
 @cache
@@ -165,6 +166,20 @@ def test_a_room_imports_only_rooms_above_it():
             assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
 
 
+MAY_NAME_A_FEATURE = {
+    ("pretrained", "sharding.compile"), ("pretrained", "sharding.recompute"),  # short forms of arguments
+    ("sharding.added", "sharding.checks"),
+    ("sharding.compile", "sharding.recompute"),
+}  # fmt: skip
+"""Modules of the core, and the modules of its own features that they import beside `shard.features`."""
+
+
+def test_the_core_knows_features_by_their_list_alone():
+    named = {type(feature).__module__.partition(".")[2] for feature in features()}
+    names = {(name, other) for name, path in modules().items() for other in imports(path) & named}
+    assert {each for each in names if room_of(each[0]) in CORE and each[0] != "sharding.shard"} == MAY_NAME_A_FEATURE
+
+
 def test_no_module_imports_itself_in_a_circle():
     below = {name: {m for m in imports(path) if m in modules()} for name, path in modules().items()}
 
@@ -183,7 +198,7 @@ def test_no_module_imports_itself_in_a_circle():
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if modules()[name].name == "__init__.py" and name])
 def test_a_room_says_in_one_sentence_what_it_owns(name):
     tree = ast.parse(modules()[name].read_text())
-    assert len(tree.body) == 1 or name in ("fsdp1", "scripting"), f"{name} holds more than its docstring"
+    assert len(tree.body) == 1 or name in ("extensions.fsdp1", "scripting"), f"{name} holds more than its docstring"
     assert re.fullmatch(r"[^.]+(\.\w+[^.]*)*\.", ast.get_docstring(tree) or ""), f"{name}: not one sentence"
 
 
@@ -273,10 +288,11 @@ PRIVATE = {
         ["REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _fsdp_param_groups"]
         + [name for name in names_of_fsdp2() if re.match("_|.*(fsdp|shard|gather|mesh_info)", name)]
     ),
-    "fsdp1": """
+    "extensions.fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
         _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg""",
     "distributed.shards": "_get_root_mesh _spec",
+    "distributed.steps": "register_optimizer_step_pre_hook register_optimizer_step_post_hook",  # of all optimizers
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
@@ -310,7 +326,7 @@ def private_names(path: Path) -> set[str]:
 def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
     private = set(PRIVATE[home].split())
     used = {name: private_names(path) & private for name, path in modules().items()}
-    inside = {name for name in used if home in (name, room_of(name))}
+    inside = {name for name in used if f"{name}.".startswith(f"{home}.")}
     assert set().union(*(used[name] for name in inside)) == private, f"{home} does not use all of these any more"
     elsewhere = {name: found - NOT_ONLY_FSDPS for name, found in used.items() if name not in inside}
     assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"
@@ -318,8 +334,8 @@ def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
 
 MOVING = {
     "distribute_module": set(),
-    "distribute_tensor": {"sharding.parallel"},
-    "from_local": {"distributed.shards", "sharding.vocabulary_parallel"},
+    "distribute_tensor": {"sharding.placement"},
+    "from_local": {"distributed.shards", "extensions.tensor_parallel"},
 }
 """Functions that take what they are given to the mesh's device, unasked, and the modules in which they may stand. These
 give them tensors on meta, which stay there, and logits, which are there."""

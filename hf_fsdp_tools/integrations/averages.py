@@ -7,10 +7,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import TrainerCallback
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.integrations.resume import AVERAGES, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.sharding.averages import ParameterEMA
 
 
 class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

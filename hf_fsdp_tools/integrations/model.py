@@ -19,17 +19,15 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import mesh_of, ranks_per_row
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError, warn
+from hf_fsdp_tools.extensions.muon.muon import Muon
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.replicated import is_averaged
-from hf_fsdp_tools.sharding.shard import compile_sharded, shard_model
-from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
-from hf_fsdp_tools.streaming.muon import Muon
+from hf_fsdp_tools.sharding.shard import compile_sharded, parallelize_model, shard_model
+from hf_fsdp_tools.sharding.sharding import Float8Policy, sharded_module, sharding_of
 from hf_fsdp_tools.text import listed
 
 LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}

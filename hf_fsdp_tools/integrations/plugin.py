@@ -25,8 +25,9 @@ from torch.distributed.fsdp.wrap import (
 
 from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node, world_size
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1.wrap import refuse_copies
+from hf_fsdp_tools.extensions.float8 import import_torchao
+from hf_fsdp_tools.extensions.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.extensions.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
@@ -34,8 +35,8 @@ from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies,
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
-from hf_fsdp_tools.sharding.float8 import Float8Policy, import_torchao
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
+from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean
 
 

@@ -33,6 +33,7 @@ from hf_fsdp_tools.distributed.mesh import (
     world_size,
 )
 from hf_fsdp_tools.errors import ConfigError, MeshError
+from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
@@ -43,7 +44,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
 )
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_config
+from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 

@@ -16,12 +16,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
+from hf_fsdp_tools.extensions.stores.state_in_store import put_state, take_name
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
-from hf_fsdp_tools.saving.state_in_store import put_state, take_name
 from hf_fsdp_tools.stores import temporary_folder, told, try_lock
 
 

@@ -23,6 +23,10 @@ from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors, warn
+from hf_fsdp_tools.extensions.averages import ParameterEMA
+from hf_fsdp_tools.extensions.context_parallel import whole_outputs
+from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
+from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
@@ -72,17 +76,13 @@ from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
-from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
-from hf_fsdp_tools.sharding.averages import ParameterEMA
 from hf_fsdp_tools.sharding.checks import check_optimizers
-from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.sharding import sharded_module
 from hf_fsdp_tools.stores import local_folder
-from hf_fsdp_tools.streaming.muon import make_muon, wants_muon
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 """Losses of transformers (5.23) that are means over a rank's own rows. The Trainer takes them for means over the whole

@@ -18,10 +18,9 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
-from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
 from hf_fsdp_tools.sharding.shard import recompute_activations
-from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.sharding import Float8Policy, Sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import did_you_mean
 
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, load_weights_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1.wrap import cast_where_computed, load_weights_fsdp1
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of

@@ -220,10 +220,7 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
         bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
         state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
     state |= beside_4bit(model)
-    parts = packed_parts(model)
-    symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
-    plain = revert_group(model, {k: symbol for k, symbol in symbols.items() if k not in parts})
-    return plain | _revert_parts(model, {k: symbol for k, symbol in symbols.items() if k in parts})
+    return revert_whole(model, {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()})
 
 
 def _revert_parts(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,8 +253,8 @@ def exchanged(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     return tensor.transpose(-2, -1) if is_transposed else tensor
 
 
-def revert_whole(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The whole tensors of one saved tensor in the hub's layout; parts of packed parameters as bytes."""
+def revert_whole(model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole tensors, or symbols of them, in the hub's layout; parts of packed parameters as bytes."""
     parts = packed_parts(model)
     plain = revert_group(model, {k: t for k, t in whole.items() if k not in parts})
     return plain | _revert_parts(model, {k: t for k, t in whole.items() if k in parts})

@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.agreement import (
 )
 from hf_fsdp_tools.distributed.shards import local_parts, local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.conversion import persistent_tensors, set_conversions
+from hf_fsdp_tools.loading.conversion import set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
 from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
@@ -39,7 +39,7 @@ from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
+from hf_fsdp_tools.modeling.packed import floats_held, packed_parameters
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
@@ -186,8 +186,7 @@ def load_weights(
                     index.refuse_changed()
                 initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
                 set_conversions(model, match.load_map)
-                if not packed_parameters(model):
-                    forget_quantization(model)
+                forget_quantization(model)
             if added_tokens is not None:
                 fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, replace(filled, stats=filled.stats + checked), watch, seconds)
@@ -284,8 +283,7 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
         after = "the model is on meta again, as it was"
     else:
         after = "weights that had storage are partly overwritten, so they were filled with NaN"
-    before, parts = list(slots(model)), packed_parts(model)
-    packed = {id(tensor) for name, tensor in persistent_tensors(model).items() if name in parts} if parts else set()
+    before, held = list(slots(model)), floats_held(model)
     try:
         yield after
     except BaseException:
@@ -293,7 +291,7 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
             if tensor.is_meta:
                 _free(store[name])
                 store[name] = tensor
-            elif tensor.is_floating_point() or id(tensor) in packed:
+            elif tensor.is_floating_point() or tensor in held:
                 nan = float("nan") if tensor.is_floating_point() else 255  # the bits of a NaN, of scales of any format
                 for _, memory in local_parts(tensor):
                     memory.fill_(nan)

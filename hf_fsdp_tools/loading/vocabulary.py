@@ -24,7 +24,7 @@ from hf_fsdp_tools.modeling.packed import pack_alike, packed_parameters
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
-from hf_fsdp_tools.sharding.parallel import parallel_parameters
+from hf_fsdp_tools.sharding.placement import parallel_parameters
 from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line, listed
 

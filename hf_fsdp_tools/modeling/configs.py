@@ -195,7 +195,9 @@ def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
 
 
 def forget_quantization(model: nn.Module) -> None:
-    """Make the model a plain one to everybody who asks, as transformers does after it has dequantised."""
+    """Make a model that holds floats a plain one to everybody who asks, as transformers does after dequantising."""
+    if packed_parameters(model):
+        return
     add_to_note(model, stored_quantization=None)
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):

@@ -62,3 +62,10 @@ def note_of(module: nn.Module) -> Note:
 def add_to_note(module: nn.Module, **values: Any) -> None:
     """Replace the note on a module by one with these values."""
     module.__dict__["_hf_fsdp_note"] = replace(note_of(module), **values)
+
+
+def install_style(module: nn.Module) -> None:
+    """Let a module compute with its part of its weights, as its note says; a copy of a module needs it again."""
+    if (style := note_of(module).style) is not None:
+        module.__dict__.pop("forward", None)
+        style(module)

@@ -7,6 +7,7 @@
 FSDP2 frees the gathered bytes after a pass and gathers them again for the next, as it does with any weight.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, PackedWeight, linear
+from hf_fsdp_tools.text import dtype_name
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
@@ -73,6 +75,18 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By fqn, the parameters on meta in whose place the packed ones are."""
     forms = packed_parameters(model)
     return {fqn: nn.Parameter(torch.empty(f.shape, dtype=f.dtype, device="meta")) for fqn, f in forms.items()}
+
+
+def floats_held(model: nn.Module) -> dict[nn.Parameter, tuple[int, str]]:
+    """How many floats each parameter of a model holds, and how it holds them: "bfloat16", or "nf4 in uint8"."""
+    held = {p: (p.numel(), dtype_name(p.dtype)) for p in model.parameters() if p.is_floating_point()}
+    for fqn, form in packed_parameters(model).items():
+        for name, part in form.parts(fqn).items():
+            if not part.is_whole:
+                parameter, stored = model.get_parameter(name), form.rule if form.flat_block else dtype_name(part.dtype)
+                count = math.prod(form.shape) if part is form.values else 0
+                held[parameter] = count, f"{stored} in {dtype_name(parameter.dtype)}"
+    return held
 
 
 def is_packable(module: nn.Module, parameter: nn.Parameter) -> bool:

@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, part_of
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.doors import extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_whole, saved_tensors
@@ -33,7 +34,6 @@ from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from hf_fsdp_tools.saving.in_store import StoreSave, adapter_to_store, begin_in_store
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
@@ -46,6 +46,9 @@ from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name, grouped
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 
 _SLAB_BYTES = 16 * 2**20
 """Bytes of a head that a rank copies at a time. (assumed)"""
@@ -179,7 +182,9 @@ def begin_save(
         model = merged_model(model)
     elif is_adapted(model):
         write_adapter = partial(save_adapter, model, tokenizer=tokenizer, dtype=dtype)
-        return write_adapter(folder) if isinstance(folder, Path) else adapter_to_store(write_adapter, folder)
+        if isinstance(folder, Path):
+            return write_adapter(folder)
+        return extension("stores.in_store").adapter_to_store(write_adapter, folder)  # type: ignore[no-any-return]
     elif is_of_library(model):
         if isinstance(folder, str):
             raise ConfigError(
@@ -196,7 +201,7 @@ def begin_save(
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
         )
     if isinstance(folder, str):
-        return begin_in_store(
+        return extension("stores.in_store").begin_in_store(  # type: ignore[no-any-return]
             model,
             folder,
             check=partial(_refuse_unready, model, dtype),

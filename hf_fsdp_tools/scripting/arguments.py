@@ -20,9 +20,9 @@ from trl import ModelConfig, TrlParser
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
-from hf_fsdp_tools.streaming.muon import MUON
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 

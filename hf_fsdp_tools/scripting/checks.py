@@ -11,11 +11,11 @@ from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors
+from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
 from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.streaming.muon import muon_options, wants_muon
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 _ROWS = 100

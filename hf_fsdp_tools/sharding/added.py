@@ -25,9 +25,8 @@ from hf_fsdp_tools.sharding.checks import check_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
-from hf_fsdp_tools.sharding.parallel import divide_adapters, refuse_adapters
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import apply_again
+from hf_fsdp_tools.sharding.shard import apply_again, features
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
@@ -110,7 +109,8 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:
         return {}
-    refuse_adapters(model)
+    for feature in features():
+        feature.added(model)
     if packed_parameters(base):
         _undo_casts(base)
     managed = set(managed_parameters(base))
@@ -162,7 +162,6 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     def fill(old: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
         return old if old in managed else _shard_of(old, made, sharding.device)
 
-    divide_adapters(base)
     dtypes = dict.fromkeys(trained, torch.float32) if is_fp32 else {}
     shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
     return {old: shard for old, shard in shards.items() if old is not shard}

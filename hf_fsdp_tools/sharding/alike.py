@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 
+IGNORED = -100
+"""The label of a token that has no loss; source: torch, `CrossEntropyLoss.ignore_index`."""
+
 
 def compare_rows(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) -> None:
     """Refuse rows that differ between the ranks of a group, which must all call: one all-reduce of a few numbers."""

@@ -15,10 +15,9 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.recompute import Recompute
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharding
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 

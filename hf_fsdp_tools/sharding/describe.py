@@ -1,15 +1,13 @@
 """Describe the sharding of a model as text: its plan, mesh and precisions, and this rank's memory."""
 
-import math
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.sharding.float8 import is_float8
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.packed import floats_held
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, merge_alike, show_bytes
 
@@ -36,23 +34,13 @@ def describe_sharding(model: nn.Module) -> str:
     sharding = sharding_of(model)
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
-    packed: dict[nn.Parameter, tuple[int, str]] = {}
-    for fqn, form in packed_parameters(model).items():
-        for name, part in form.parts(fqn).items():
-            if not part.is_whole:
-                held = math.prod(form.shape) if part is form.values else 0
-                packed[model.get_parameter(name)] = held, form.rule if form.flat_block else dtype_name(part.dtype)
-    parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
-
-    def count(parameter: nn.Parameter) -> int:
-        return packed[parameter][0] if parameter in packed else parameter.numel()
-
+    held = floats_held(model)
     groups = {
-        "frozen": [p for p in parameters if not p.requires_grad],
-        "trained": [p for p in parameters if p.requires_grad],
+        "frozen": [p for p in held if not p.requires_grad],
+        "trained": [p for p in held if p.requires_grad],
     }
     if not all(groups.values()):
-        groups = {"weights": parameters}
+        groups = {"weights": list(held)}
     offloaded = " (kept on the CPU between uses)" if sharding.device.type != sharding.mesh.device_type else ""
     compute = sharding.mp_policy.param_dtype
     # FSDP2 reduces in this dtype where no other is given; since torch 2.15 in that of the weights.
@@ -64,9 +52,8 @@ def describe_sharding(model: nn.Module) -> str:
         f"mesh         {axes} on {sharding.mesh.device_type}",
     ]
     for name, group in groups.items():
-        looks = {f"{packed[p][1]} in {dtype_name(p.dtype)}" if p in packed else dtype_name(p.dtype) for p in group}
-        dtypes = " and ".join(sorted(looks))
-        share = sum(count(p) for p in group) / sum(count(p) for p in parameters)
+        dtypes = " and ".join(sorted({held[p][1] for p in group}))
+        share = sum(held[p][0] for p in group) / sum(count for count, _ in held.values())
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
         num_bytes = sum(local_tensor(p).nbytes for p in group)
         lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")
@@ -78,7 +65,7 @@ def describe_sharding(model: nn.Module) -> str:
     for dim in sorted(split.keys() - {0}):
         why = f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks"
         lines += [f"{why}: {names}" for names in merge_alike(split[dim])]
-    layers = sum(map(is_float8, model.modules()))
+    layers = sum(note_of(module).float8 is not None for module in model.modules())
     in_float8 = f", FP8 in {layers} linear layers" if layers else ""
     lines += [
         f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}{in_float8}",

@@ -1,7 +1,7 @@
 """Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from importlib import import_module
 from types import MethodType
@@ -12,14 +12,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.accelerator import free_bytes
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.sharding.gathering import generate_on_shards
+from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
+from hf_fsdp_tools.sharding.fsdp2_internals import (
+    bytes_gathered,
+    forward_begun,
+    gather_units,
+    keep_gathered,
+    reshard_units,
+)
 from hf_fsdp_tools.text import listed
 
 
@@ -29,7 +38,7 @@ def mark_for_transformers(model: nn.Module) -> None:
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend, by which the Trainer
       decides whether to shift labels under label smoothing.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
-    - `generate` gathers weights once where they fit (`gathering`). It runs encoders before the model's own forward
+    - `generate` gathers weights once where they fit. It runs encoders before the model's own forward
       pass: what no other unit holds is gathered for them.
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
@@ -42,7 +51,7 @@ def mark_for_transformers(model: nn.Module) -> None:
         is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
         if hasattr(model, "generate") and "generate" not in model.__dict__:
-            let_answer(model, "generate", generate_on_shards)
+            let_answer(model, "generate", _generate)
     answer_for_shards(model)
 
 
@@ -206,3 +215,92 @@ def turn_cache_off(model: nn.Module) -> None:
 def with_cache_as_found(model: nn.Module) -> AbstractContextManager[None]:
     """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
     return replaced(model.config, use_cache=True) if note_of(model).cache_is_off else nullcontext()
+
+
+# ---- weights gathered once for a block, as while text is generated ----
+
+_SHARE = 0.5
+"""The share of free memory that gathered weights may take; the rest is for keys, values and activations. (assumed)"""
+
+
+@contextmanager
+def gathered_units(model: nn.Module, gathered: bool = True) -> Iterator[None]:
+    """A block in which a sharded model keeps all its weights gathered, for any number of `generate` calls in it.
+
+    A single `model.generate(…)` does so by itself where the weights take at most half of the memory that is free on
+    every rank, and gathers unit by unit for each token where they do not. This block is for several calls, and to
+    decide otherwise. While weights are gathered, forward passes communicate nothing: ranks may generate texts of other
+    lengths and numbers, or none. Where ranks share layers, experts or rows, they still run each forward pass together.
+
+    Args:
+        model: sharded by this package, also inside PEFT's wrapper; of any other model nothing is done.
+        gathered: False: `generate` in this block gathers unit by unit, which takes the memory of one unit.
+
+    The weights are in the dtype of computation, as they are where the block begins: train and step outside of it, and
+    run its forward passes without gradients. Every rank must call. Each unit is gathered once, at the beginning; at the
+    end everything is sharded again, after an error too.
+
+    Example:
+        >>> model = from_pretrained("checkpoint")
+        >>> with gathered_units(model):
+        ...     first = model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
+        ...     second = model.generate(torch.tensor([[5]]), max_new_tokens=4)
+        >>> second.shape[0]
+        1
+    """
+    root = next((module for module in model.modules() if note_of(module).sharding), None)
+    if root is None:
+        yield
+        return
+    before = note_of(root).gathered
+    add_to_note(root, gathered=gathered)
+    try:
+        if gathered:
+            with _kept(root):
+                yield
+        else:
+            yield
+    finally:
+        add_to_note(root, gathered=before)
+
+
+@contextmanager
+def _kept(root: nn.Module) -> Iterator[None]:
+    """A block in which the units of a root are gathered, and ranks that share nothing else do not wait for others."""
+    marked: list[Any] = []
+    if not (note_of(root).sharding.is_divided or any(note_of(module).rows for module in root.modules())):
+        marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
+    # By the mark, `generate` goes on until every rank has finished.
+    with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):
+        yield
+
+
+def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer `model.generate(…)` on shards; every rank must call, but within `gathered_units`."""
+    assert isinstance(model, FSDPModule)
+    asked = note_of(model).gathered
+    if asked is None:
+        with gathered_units(model, _fits(model)):
+            return _generate(model, plain, *args, **kwargs)
+    if asked:
+        gather_units(model)  # nothing, unless a save in the block has sharded them
+    axes = note_of(model).sharding.axes
+    shared = [mesh for mesh in (axes.layers, axes.rows) if mesh is not None and mesh.size() > 1]
+    for mesh in shared:
+        compare_inputs((*args, *kwargs.values()), mesh.get_group(), "rows (cp_size, tp_size) and are to generate")
+    draw_alike(shared, note_of(model).sharding.device)
+    try:
+        with forward_begun(model):
+            return plain(*args, **kwargs)
+    finally:  # after an error, too
+        if not asked:
+            reshard_units(model)
+
+
+def _fits(model: nn.Module) -> bool:
+    """Whether the weights can be gathered on every rank. Every rank must call."""
+    sharding = note_of(model).sharding
+    mesh = sharding.mesh
+    share = _SHARE / (rank_on_node()[1] if mesh.device_type == "cpu" else 1)
+    ranks = None if sharding.is_divided else sorted(mesh.mesh.flatten().tolist())
+    return all(all_ranks(bytes_gathered(model) <= share * free_bytes(mesh.device_type), "generating", ranks=ranks))

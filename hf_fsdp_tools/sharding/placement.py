@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import units_by_node
 from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
@@ -101,3 +105,21 @@ def check_partial_resharding(tree: ModuleTree, plan: WrapPlan, ranks: int) -> No
                 f"{ranks} ranks: FSDP2 reshards over fewer ranks along dimension 0 only. Use True or False for this "
                 "unit: HybridPolicy(reshard_after_forward={…: True})."
             )
+
+
+# ---- what was divided before it was sharded ----
+
+
+def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh, Any]]:
+    """(mesh, placements) of each parameter that was divided before it was sharded."""
+    return {
+        parameter: way
+        for module in model.modules()
+        for name, way in note_of(module).parallel.items()
+        if (parameter := module._parameters.get(name)) is not None
+    }
+
+
+def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:
+    """A tensor on meta, divided as `parallelize_model` divided the parameter in whose place it stands."""
+    return parameter if parallel is None else distribute_tensor(parameter, *parallel, src_data_rank=None)

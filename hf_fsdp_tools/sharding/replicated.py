@@ -7,7 +7,6 @@ lists of tensors do not mix with DTensors.
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, replicated_axes
+from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.text import grouped
 
 _REDUCED_ALONE = 2**22
@@ -154,19 +153,18 @@ _PARTED: WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = WeakKeyDictionary
 """By optimizer, during its step: its replicated parameters, and its groups as they were made, each with its parts."""
 
 
-@cache
 def step_kinds_apart() -> None:
     """Let optimizers that hold replicated parameters step these and shards one after the other, from now on.
 
     Their groups are parted for the time of a step: a scheduler, a state dict and a user see them as they were made.
     """
-    register_optimizer_step_pre_hook(_part)
-    register_optimizer_step_post_hook(_join)
+    at_steps(Step.PART, _part)
+    at_steps(Step.JOIN, _join)
 
 
-def _part(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _part(optimizer: Any) -> None:
     """Part the groups, and give the optimizer plain gradients, so that no state of it is made of our own class."""
-    _join(optimizer, args, kwargs)  # a step that failed left them so
+    _join(optimizer)  # a step that failed left them so
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = [parameter for parameter in parameters if isinstance(parameter.grad, WholeGradient)]
     if not whole and not any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -180,7 +178,7 @@ def _part(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer.param_groups = [part for _, of_group in parts for part in of_group]
 
 
-def _join(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _join(optimizer: Any) -> None:
     whole, parts = _PARTED.pop(optimizer, ([], []))
     for parameter in whole:
         if parameter.grad is not None:

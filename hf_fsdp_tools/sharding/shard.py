@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
+from hf_fsdp_tools.doors import extensions
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -34,35 +35,72 @@ from hf_fsdp_tools.sharding.compile import (
     check_options,
     compile_blocks,
 )
-from hf_fsdp_tools.sharding.context_parallel import ContextParallel
-from hf_fsdp_tools.sharding.float8 import Float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
-from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
 from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
+from hf_fsdp_tools.sharding.patches import guard_habits
 from hf_fsdp_tools.sharding.phases import install, remove_hooks
-from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, warn_of_padding
+from hf_fsdp_tools.sharding.placement import (
+    check_partial_resharding,
+    choose_placement,
+    parallel_parameters,
+    placeholder,
+    warn_of_padding,
+)
 from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharded_modules, sharding_of
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
-from hf_fsdp_tools.sharding.vocabulary_parallel import DividedHead
 from hf_fsdp_tools.text import dtype_name, listed
 
-FEATURES: list[Feature] = [
-    ContextParallel(),
-    ParameterChecks(),
-    Float8(),
-    Checkpointing(),
-    CompiledBlocks(),
-    Units(),
-    DividedHead(),
-    SkippedUnits(),
-    Buffers(),
-]
-"""What is done to a model beside gathering and reducing its units. Whoever adds a `Feature` here edits nothing else."""
+
+@cache
+def features() -> list[Feature]:
+    """What is done to a model beside gathering and reducing its units: the `FEATURE` of each module of `extensions/`,
+    then the core's own. Each call gives the same list."""
+    added = [own for module in extensions() if (own := getattr(module, "FEATURE", None)) is not None]
+    return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), SkippedUnits(), Buffers()]
+
+
+def parallelize_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tp_plan: Mapping[str, str] | None = None,
+    ep_plan: Mapping[str, str] | None = None,
+    ep_implementation: str = "auto",
+) -> nn.Module:
+    """Divide layers and experts of a model among the ranks of a mesh's `tp` and `ep` axes, in place; return the model.
+
+    Call it between `build_meta_model` and `make_wrap_plan`; `from_pretrained` does. Without these axes it does nothing.
+
+    Args:
+        model: of transformers, on meta or with real weights that are equal on every rank, not sharded yet.
+        mesh: of `ParallelDims`.
+        tp_plan: rules for names of modules or parameters (`{"layers.*.mlp.up_proj": "colwise"}`), which take the place
+            of rules of the model's own plan (`model.tp_plan`); an empty one leaves every layer whole.
+        ep_plan: the same for experts (`model.ep_plan`).
+        ep_implementation: how tokens reach their experts: "all_to_all", "all_reduce" (`ep_size` equal to `tp_size`),
+            "auto", or a name that was registered in transformers.
+
+    Every rank must call with equal arguments. Nothing is communicated now; in each pass, the styles of transformers
+    exchange activations between the ranks of a group.
+
+    Raises:
+        ConfigError: the model has no plan for an axis, a rule names what is not there, sizes of layers do not divide
+            by the ranks, or this transformers is older than 5.21; the same on every rank, before anything is changed.
+
+    Example:
+        >>> mesh = ParallelDims(tp_size=1).build_mesh("cpu")  # with `torchrun --nproc-per-node=8`: tp_size=2, ep_size=4
+        >>> model = parallelize_model(build_meta_model("checkpoint"), mesh)
+        >>> model = shard_model(model, make_wrap_plan(model), mesh=mesh)
+    """
+    axes = axes_of(mesh)
+    rules = {"tp_plan": tp_plan, "ep_plan": ep_plan, "ep_implementation": ep_implementation}
+    for feature in features() if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
+        feature.divide(model, axes, rules)
+    return model
 
 
 def shard_model(
@@ -148,14 +186,9 @@ def checked_sharding(
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
     axes = axes_of(mesh)
-    mesh, dims = axes.shards, axes.dims
+    mesh = axes.shards
     for name in plan.blocks:
         add_to_note(model.get_submodule(name), is_block=True)
-    if max(dims.tp_size, dims.ep_size) > 1 and not is_parallel(model):
-        raise ConfigError(
-            f"The mesh has tp_size {dims.tp_size} and ep_size {dims.ep_size}, and {type(model).__name__} is not "
-            "divided. Call parallelize_model(model, mesh) before make_wrap_plan."
-        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
@@ -172,13 +205,13 @@ def checked_sharding(
         activation_checkpointing=as_recompute(activation_checkpointing),
         compile=as_compile(compile),
     )
-    for feature in FEATURES:
+    for feature in features():
         feature.check(model, tree, sharding)
     same_on_all_ranks(
         "sharding the model",
         ranks=sorted(mesh.mesh.flatten().tolist()),
         parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
-        dims=dims,
+        dims=axes.dims,
         **{name: value for name, value in vars(sharding).items() if name != "axes"},
     )
     return sharding
@@ -194,7 +227,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    for feature in FEATURES:
+    for feature in features():
         feature.before_units(model, tree, sharding)
     apply_sharding(model, sharding, tree)
     return model
@@ -267,7 +300,10 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
                 ignored_params=replicated or None,
             )
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
-            divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)
+            experts: Any = members[0]
+            experts.set_gradient_divide_factor(float(sharding.mesh.size()))
+            # NCCL's PREMUL_SUM, in which FSDP2 would divide, other backends lack; in bf16 it is wrong (pytorch#190747)
+            experts.set_force_sum_reduction_for_comms(mesh.size(-1) > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
     use_own_entries(model)
@@ -281,7 +317,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     mark_for_transformers(model)
     add_to_note(model, sharding=sharding)
     remove_hooks(model)
-    install(model, (made for feature in FEATURES for made in feature.hooks(model, tree, sharding)))
+    install(model, (made for feature in features() for made in feature.hooks(model, tree, sharding)))
     guard_injection()
 
 
@@ -330,7 +366,7 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     assert sharding is not None
     reshard_units(model)
     twin = copy_released(model, memo)
-    for feature in FEATURES:
+    for feature in features():
         feature.again(twin, sharding)
     apply_again(twin, sharding, lambda old, made: old, dtypes={})
     return twin

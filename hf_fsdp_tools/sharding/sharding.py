@@ -1,6 +1,6 @@
 """How a model was sharded, as a value that it carries; what a feature does to it, as a class."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,36 @@ from hf_fsdp_tools.sharding.phases import Hook, Surgery
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.sharding.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class Float8Policy(MixedPrecisionPolicy):
+    """Mixed precision with FP8: what `mp_policy="fp8"` and Accelerate's `mixed_precision: fp8` mean, for other values.
+
+    Linear layers of blocks multiply in FP8 (torchao's `Float8Linear`), and FSDP2 gathers their weights in FP8; all else
+    computes in bf16, and gradients are reduced in fp32. Not converted are heads, embeddings, routers, experts in lists,
+    adapters, and layers whose dimensions are not divisible by 16. Weights and states are saved as without FP8.
+
+    On a CPU, products are emulated in fp32 from the same FP8 values: to test a training, not to save time.
+
+    Raises:
+        ConfigError: from the function that takes the policy, on all ranks: torchao is missing, the device has no FP8,
+            nothing can be converted, or layers or experts are shared between ranks.
+
+    Example:
+        >>> rowwise = Float8Policy(config="rowwise")
+        >>> attention = Float8Policy(module_filter=lambda module, name: "self_attn" in name)
+        >>> attention.param_dtype
+        torch.bfloat16
+    """
+
+    param_dtype: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype | None = torch.float32
+    config: Any = None
+    """torchao's `Float8LinearConfig`, or the name of one of its recipes. None: scales per tensor, FP8 all-gather.
+    Weights with scales per row ("rowwise", "rowwise_with_gw_hp") are gathered in bf16."""
+    module_filter: Callable[[nn.Module, str], bool] | None = None
+    """Which of the layers named above are converted: a function of module and name; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +77,11 @@ class Sharding:
         offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.device("cpu" if offloaded else self.mesh.device_type)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks share layers or experts."""
+        return max(self.axes.dims.tp_size, self.axes.dims.ep_size) > 1
+
 
 def sharding_of(model: nn.Module) -> Sharding | None:
     """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
@@ -70,8 +105,11 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
 
 
 class Feature:
-    """What one feature does to a model that is sharded. `shard.FEATURES` has all, in the order in which they are asked;
+    """What one feature does to a model that is sharded. `shard.features` has all, in the order in which they are asked;
     of forward passes, `phases.Phase` has the order. Each does nothing where it was not asked for."""
+
+    def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
+        """Change a model that ranks are to share, before it is planned, by the rules of `parallelize_model`."""
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Refuse, with a ConfigError, what cannot be; change nothing. Every rank calls."""
@@ -81,6 +119,9 @@ class Feature:
 
     def again(self, model: nn.Module, sharding: Sharding) -> None:
         """Change a copy of the model, before FSDP2 is applied to it, where copies do not have what was changed."""
+
+    def added(self, model: nn.Module) -> None:
+        """Change adapters that were added to a sharded model, before FSDP2 is applied to it again, or refuse them."""
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
         """What runs around the forward passes, of a model whose units are made. Communicate nothing."""

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, by_rank
@@ -32,14 +31,12 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forwa
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
-from hf_fsdp_tools.sharding.parallel import is_parallel
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, reach_from_each, with_tensor
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
-
 
 _NOWHERE = 2**40
 """The place of a rank that comes to no unit any more: after that of any unit."""
@@ -55,16 +52,15 @@ class SkippedUnits(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Ranks meet before units, and take part with a dummy input in those that others run."""
         if sharding.mesh.size() > 1:
-            yield from _Passes(model, tree, sharding.mesh).hooks()
+            yield from _Passes(model, tree, sharding).hooks()
 
 
 class _Passes:
     """The forward passes of one model, one after the other."""
 
-    def __init__(self, model: nn.Module, tree: ModuleTree, mesh: DeviceMesh) -> None:
-        self._model, self._tree, self._mesh = model, tree, mesh
-        taken = tuple(inspect.signature(model.forward).parameters)
-        self._taken = taken
+    def __init__(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        self._model, self._tree, self._sharding = model, tree, sharding
+        self._taken = taken = tuple(inspect.signature(model.forward).parameters)
         self._media = [name for name in taken if name.startswith(_MEDIA)] if "input_ids" in taken else []
         outer = list(_units_below([model]))
         self._owners: dict[int, nn.Module] = {}
@@ -105,7 +101,7 @@ class _Passes:
     def hooks(self) -> Iterator[Hook]:
         """All hooks."""
         yield Hook(self._model, Phase.MEET, self._begin)
-        if is_parallel(self._model):  # within a unit, these ranks would wait for the others
+        if self._sharding.is_divided:  # within a unit, these ranks would wait for the others
             return
         yield Hook(self._model, Phase.CONTEXT, self._pass)
         for step, owner in self._owners.items():
@@ -139,8 +135,8 @@ class _Passes:
             mask = sum(2**i for i, name in enumerate(self._media) if name in present)
             least, negated = self._least([mask, -mask])
             self._meets = least != -negated
-            if self._meets and is_parallel(model):
-                ranks = sorted(self._mesh.mesh.flatten().tolist())
+            if self._meets and self._sharding.is_divided:
+                ranks = sorted(self._sharding.mesh.mesh.flatten().tolist())
                 everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=ranks)
                 raise RanksError(
                     f"The ranks give {type(model).__name__} different inputs: "
@@ -233,7 +229,7 @@ class _Passes:
 
     def _least(self, values: Sequence[int]) -> list[int]:
         """The least of all ranks' values, each by itself."""
-        groups = self._mesh.get_all_groups()
+        groups = self._sharding.mesh.get_all_groups()
         least: list[int] = all_reduced(torch.tensor(values, device="cpu"), groups, dist.ReduceOp.MIN).tolist()
         return least
 

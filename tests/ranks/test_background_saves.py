@@ -27,8 +27,8 @@ from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretra
 from hf_fsdp_tools.distributed import agreement, liveness
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.saving import copies, publish
 from tests._checkpoints import (

@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMod
 
 from hf_fsdp_tools import HybridPolicy, Muon, WrapPlan, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.extensions.float8 import float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_layers
+from hf_fsdp_tools.sharding.sharding import Float8Policy
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 

@@ -17,8 +17,8 @@ from peft import LoraConfig
 
 from hf_fsdp_tools import ConfigError, RanksError, from_pretrained, live_weights, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.extensions.vllm import update_vllm, weight_source
 from hf_fsdp_tools.streaming.live import LiveWeights
-from hf_fsdp_tools.streaming.vllm import update_vllm, weight_source
 from tests._checkpoints import assert_same_tensors, full_state, loaded, plain_model, refusal, stored_tensors
 from tests._consumers import Engine, SGLangServer, VLLMServer, stand_ins
 from tests._dist import named, run_cases, run_ranks

@@ -29,7 +29,7 @@ from hf_fsdp_tools import (
     save_pretrained,
     shard_model,
 )
-from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from tests._checkpoints import (
     ORDERED,

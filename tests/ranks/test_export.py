@@ -29,7 +29,7 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving import export
 from tests._checkpoints import loaded, plain_model, stored_tensors

@@ -37,9 +37,10 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding import float8, placement
-from hf_fsdp_tools.sharding.float8 import Float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
@@ -58,6 +59,12 @@ SIZES = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+
+
+def is_float8(module: torch.nn.Module) -> bool:
+    return note_of(module).float8 is not None
+
+
 PER_BLOCK = 7
 FP32 = Float8Policy(param_dtype=None)
 IDS = torch.randint(3, 131, (12, 9), generator=torch.Generator().manual_seed(3))
@@ -542,8 +549,8 @@ def test_parts_of_gathered_weights_cannot_be_kept() -> None:
     partly = replace(plan, units=tuple(replace(unit, reshard_after_forward=2) for unit in plan.units))
 
     def check(plan: Any, policy: Float8Policy) -> None:
-        mesh, dims = SimpleNamespace(device_type="cpu"), ParallelDims()
-        sharding: Any = SimpleNamespace(plan=plan, mp_policy=policy, mesh=mesh, axes=SimpleNamespace(dims=dims))
+        mesh = SimpleNamespace(device_type="cpu")
+        sharding: Any = SimpleNamespace(plan=plan, mp_policy=policy, mesh=mesh, is_divided=False)
         Float8().check(model, ModuleTree(model), sharding)
 
     with pytest.raises(ConfigError, match="reshard_after_forward 2"):

@@ -20,8 +20,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
-from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy, load_weights_fsdp1, wrap, wrap_fsdp1
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1 import hybrid_auto_wrap_policy, load_weights_fsdp1, wrap, wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

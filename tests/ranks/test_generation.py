@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, gathered_units
-from hf_fsdp_tools.sharding import gathering
+from hf_fsdp_tools.sharding import hf_interface
 from tests._checkpoints import lora
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
@@ -72,7 +72,7 @@ def tokens_are_those_of_one_process(ways: list[tuple[torch.dtype, dict[str, str]
         expected = plain.eval().generate(input_ids=PROMPTS, **GREEDY)
         units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
         for free, count in ((10**9, units), (0, units * tokens)):
-            with gathers_counted() as gathers, patch.object(gathering, "free_bytes", lambda _, free=free: free):
+            with gathers_counted() as gathers, patch.object(hf_interface, "free_bytes", lambda _, free=free: free):
                 made = model.eval().generate(input_ids=mine(PROMPTS), **GREEDY)
             assert torch.equal(made, mine(expected)), (held, config)
             assert len(gathers) == count and is_sharded(model), (held, config, len(gathers))

@@ -24,8 +24,8 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.streaming import held

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, HybridPolicy, Muon, ParallelDims, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import cut
+from hf_fsdp_tools.extensions.muon.owners import matrices_in
 from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.streaming.owners import matrices_in
 from tests._checkpoints import randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of

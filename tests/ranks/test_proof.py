@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools import ParallelDims, pretrained
@@ -27,7 +27,7 @@ from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import context_parallel as cp
-from hf_fsdp_tools.sharding import replicated, shard
+from hf_fsdp_tools.sharding import replicated
 from tests._dist import run_cases, run_ranks
 
 AllToAllEP = pytest.importorskip(
@@ -130,8 +130,8 @@ FAULTS = {
 # ---- faults of ranks that share experts, or layers ----
 
 
-def _wrong_number(experts, ranks, *, is_reduced):
-    _DIVIDE(experts, ranks // 2, is_reduced=is_reduced)  # that of the ranks which hold the same experts
+def _wrong_number(inner, experts, ranks):
+    inner(experts, ranks / 2)  # that of the ranks which hold the same experts
 
 
 def _other_experts(inner, self, *args):
@@ -160,10 +160,14 @@ def _patched(target, name, fault):
     return target, name, lambda *args, **kwargs: fault(inner, *args, **kwargs)
 
 
-_DIVIDE, _LOAD, _NORM = shard.divide_by, pretrained.load_weights, replicated._norm_of
+_LOAD, _NORM = pretrained.load_weights, replicated._norm_of
 EXPERTS, UP = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.up_proj.weight"
 OF_EXPERTS = {
-    "wrong divisor": ((shard, "divide_by", _wrong_number), r"gradients: model\.layers\.\d\.mlp\.experts", ""),
+    "wrong divisor": (
+        _patched(FSDPModule, "set_gradient_divide_factor", _wrong_number),
+        r"gradients: model\.layers\.\d\.mlp\.experts",
+        "",
+    ),
     "swapped expert": (
         _patched(AllToAllEP, "_dispatch_tokens", _other_experts),
         "loss: ",

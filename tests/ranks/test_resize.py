@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools import ConfigError, from_pretrained, resize_token_embeddings, save_pretrained
 from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan

@@ -24,8 +24,8 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.loading.load import load_weights

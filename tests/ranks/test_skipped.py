@@ -22,6 +22,7 @@ from hf_fsdp_tools.proof.batches import candidates, random_batch
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.sharding import shard, skipped
+from hf_fsdp_tools.sharding.sharding import Sharding
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
@@ -213,7 +214,7 @@ def trains_in_a_trainer(
 
 def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
     model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
-    with patch.object(skipped, "is_parallel", lambda _: True), pytest.raises(RanksError, match="text alone on rank 1"):
+    with patch.object(Sharding, "is_divided", True), pytest.raises(RanksError, match="text alone on rank 1"):
         model(**steps[0][dist.get_rank()])
 
 

@@ -148,7 +148,7 @@ def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], p
 
     from hf_fsdp_tools import FSDPToolsError, scripting
     from hf_fsdp_tools.scripting import running
-    from tests._training import forget_accelerate
+    from hf_fsdp_tools.testing import forget_accelerate
 
     is_first = os.environ["RANK"] == "0"
     environment |= {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}

@@ -14,7 +14,7 @@ import transformers as hf
 from datasets import load_dataset
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
-from tests._training import forget_accelerate
+from hf_fsdp_tools.testing import forget_accelerate
 from tests.recipes._launch import ROOT, write_lines
 
 trl = pytest.importorskip("trl")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hf_fsdp_tools
-from hf_fsdp_tools import fsdp1, scripting
+from hf_fsdp_tools import scripting
+from hf_fsdp_tools.extensions import fsdp1
 from tests._checkpoints import make_checkpoint
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.sharding.phases import Phase
-from hf_fsdp_tools.sharding.shard import FEATURES
+from hf_fsdp_tools.sharding.shard import features
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import fake_ranks, run_ranks
 from tests._training import train
@@ -54,8 +53,11 @@ def test_a_step_of_the_plan() -> None:
 
 def test_what_runs_around_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     fake_ranks(2)
-    with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES]):
+    former = [*features()]
+    try:
         names = run_section("What runs around blocks")
+    finally:
+        features()[:] = former
     rows = capsys.readouterr().out.partition("model.layers.{0..3}\n")[2].partition("\nmodel.norm")[0]
     phases = [row.split()[0] for row in rows.split("\n")]
     assert phases == ["meet", "memory", "gather", "cast", "reshard", "keep", "output"]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_fsdp_tools.distributed.shards import Box, as_dtensor
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.extensions.muon.owners import assign_owners
 from hf_fsdp_tools.integrations.resume import refuse_damage
 from hf_fsdp_tools.loading.bands import band_of
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
@@ -28,7 +29,6 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.streaming import routes
 from hf_fsdp_tools.streaming.exchange import Exchange
 from hf_fsdp_tools.streaming.held import Part
-from hf_fsdp_tools.streaming.owners import assign_owners
 from hf_fsdp_tools.streaming.routes import holders_of, plan_buckets
 from tests._dist import fake_ranks
 

@@ -21,6 +21,7 @@ from transformers.training_args import OptimizerNames
 from hf_fsdp_tools import Muon, make_wrap_plan
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.foresight.events import Alloc, EventWriter, Gradient, Mark, Parameter, TensorSize, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
@@ -34,7 +35,6 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.shard import apply_sharding, checkpoint_activations
 from hf_fsdp_tools.sharding.sharding import Sharding
-from hf_fsdp_tools.streaming.muon import MUON
 from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 

@@ -22,8 +22,8 @@ from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import make_model
-from tests._training import forget_accelerate
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from hf_fsdp_tools.foresight.events import EventWriter, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
+from hf_fsdp_tools.extensions.muon.matrices import sizes_of_matrices
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
@@ -32,9 +34,7 @@ from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
-from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
 from hf_fsdp_tools.sharding.phases import install
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.text import first_line, grouped, show_count

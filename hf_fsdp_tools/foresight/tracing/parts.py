@@ -1,6 +1,6 @@
 """Layers and experts that ranks share (`tp_size`, `ep_size`), on tensors without data: this rank's part of each weight,
-and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`), which `sharding.parallel`
-installs in a real run. Each rank's experts get as many tokens as those of any other.
+and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`; `extensions.tensor_parallel`
+installs them in a real run). Each rank's experts get as many tokens as those of any other.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, checked_rules, divided_dims
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.parallel import DISPATCH, checked_rules, divided_dims, install_style
+from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 
 _TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts")
 """Styles whose input is whole, so that each rank has a part of its gradient."""
@@ -47,7 +47,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
 
 def cut_parts(model: nn.Module) -> None:
     """Give a marked model on meta this rank's parts of its parameters, and of LoRA's on divided layers."""
-    for wrapper in model.modules():  # as `sharding.parallel.divide_adapters` does it
+    for wrapper in model.modules():  # as `extensions.tensor_parallel` does it
         base = getattr(wrapper, "base_layer", None)
         style = note_of(base).style.keywords if isinstance(base, nn.Module) and note_of(base).style else {}
         by_rows = style.get("style", "").startswith("colwise")
@@ -75,7 +75,7 @@ def follow_parts(model: Any) -> None:
         install_style(module)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module) and note_of(head).style is not None and hasattr(model, "loss_function"):
-        # `sharding.vocabulary_parallel` computes the loss of this rank's words
+        # `extensions.tensor_parallel` computes the loss of this rank's words
         inner, loss = head.__dict__.pop("forward").args[0], model.loss_function
         head.forward = lambda hidden: inner(_summed_back(hidden))
         model.loss_function = lambda logits, labels, vocab_size, **more: loss(logits, labels, logits.shape[-1], **more)

@@ -1,11 +1,11 @@
-"""Habits of scripts that would do something else on shards, in silence: they work as on one process, or say what does.
+"""What this package replaces in libraries for all of a process, from the first model on that it shards.
+
+Habits of scripts that would do something else on shards, in silence, work as on one process, or say what does:
 
     drawing     `nn.init.normal_(weight)`, `weight.data.uniform_()`, `torch.randn_like(weight)`: what one process draws
     deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
     writing     `weight.grad[:n].zero_()`: an error, for what an index gives of shards is a copy
     asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
-
-torch calls these for every DTensor of a process, from the first model on that is sharded.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
+from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -28,7 +29,6 @@ _DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
 @cache
 def guard_habits() -> None:
     """Let torch call the functions below, in this process. Nothing is communicated."""
-    reduce_in_one_dtype()
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _answer
@@ -100,3 +100,46 @@ def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: An
             "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
             "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )
+
+
+@cache
+def let_dcp_see_boxes() -> None:
+    """From now on, let DCP save and load each box of a DTensor of which this rank holds several, in this process.
+
+    torch (2.13) takes a shard for one box from the first to the last index: of fused weights that tensor parallelism
+    cuts in two ranges, ranks would overlap, and what is read into them would be wrong. DTensors with one box are left
+    to torch.
+    """
+    names = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+    former = {name: getattr(DTensor, name) for name in names}
+
+    def write_items(tensor: DTensor, fqn: str, value: Any) -> Any:
+        if len(boxes := local_boxes_of(tensor)) < 2:
+            return former["__create_write_items__"](tensor, fqn, value)
+        properties = dcp.TensorProperties.create_from_tensor(tensor.to_local())
+        chunks = [_chunk(box) for box, _ in boxes]
+        return [
+            WriteItem(
+                index=dcp.MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+            for chunk in chunks
+        ]
+
+    def chunk_list(tensor: DTensor) -> Any:
+        boxes = local_boxes_of(tensor)
+        return former["__create_chunk_list__"](tensor) if len(boxes) < 2 else [_chunk(box) for box, _ in boxes]
+
+    def shard(tensor: DTensor, index: dcp.MetadataIndex) -> Any:
+        if len(boxes := local_boxes_of(tensor)) < 2:
+            return former["__get_tensor_shard__"](tensor, index)
+        box, start = next(each for each in boxes if each[0].start == tuple(index.offset or ()))
+        return memory_view(local_tensor(tensor), start, box.length)
+
+    for name, own in zip(names, (write_items, chunk_list, shard), strict=True):
+        setattr(DTensor, name, own)
+
+
+def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.length))

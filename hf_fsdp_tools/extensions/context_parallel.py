@@ -26,12 +26,13 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.meta import copy_on_meta
+from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.alike import compare_rows
+from hf_fsdp_tools.sharding.alike import IGNORED, compare_rows
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, install
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
@@ -44,9 +45,6 @@ _SUFFIX = "|context_parallel"
 
 _DEEPSTACK = "_deepstack_process"
 """The method by which decoders of transformers add features of images between blocks (Qwen3-VL)."""
-
-IGNORED = -100
-"""The label of a token that has no loss; source: torch, `CrossEntropyLoss.ignore_index`."""
 
 
 @dataclass(eq=False)
@@ -176,17 +174,6 @@ def _tried(model: nn.Module, size: int) -> str:
     return ""
 
 
-def run_on_meta(twin: nn.Module, length: int) -> None:
-    """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, and its experts run by the one
-    implementation of transformers that reads none."""
-    configs: list[Any] = [part.config for part in twin.modules() if hasattr(part, "config")]
-    for config in configs:
-        config._experts_implementation_internal = "batched_mm"
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-    with torch.no_grad():
-        twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
-
-
 class ContextParallel(Feature):
     """The ranks of a mesh with one axis share the rows of a model.
 
@@ -194,9 +181,14 @@ class ContextParallel(Feature):
     all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs.
     """
 
+    def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
+        """The model is tried on meta while its layers are whole."""
+        if axes.rows is not None:
+            check_rows(model, axes.dims.cp_size)
+
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
-        """The model is tried on meta."""
-        if sharding.axes.rows is not None:
+        """The model is tried on meta, unless it was before it was divided."""
+        if sharding.axes.rows is not None and not sharding.is_divided:
             check_rows(model, sharding.axes.dims.cp_size)
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
@@ -204,6 +196,9 @@ class ContextParallel(Feature):
         if (mesh := sharding.axes.rows) is None:
             return ()
         return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+
+
+FEATURE = ContextParallel()
 
 
 def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:

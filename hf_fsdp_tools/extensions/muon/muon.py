@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
+from hf_fsdp_tools.extensions.muon.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
 from hf_fsdp_tools.streaming.exchange import Exchange, connect
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.outgoing import views_of_piece
-from hf_fsdp_tools.streaming.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.streaming.routes import holders_of
 from hf_fsdp_tools.text import did_you_mean, first_line
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.fsdp1.flat_shards import flat_shares, plain_view
-from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
+from hf_fsdp_tools.extensions.fsdp1.flat_shards import flat_shares, plain_view
+from hf_fsdp_tools.extensions.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.loading.conversion import copy_conversions
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.extensions.muon.matrices import newton_schulz_flops
 from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.matrices import newton_schulz_flops
 from hf_fsdp_tools.streaming.routes import Arrival, Holders, Spread
 from hf_fsdp_tools.text import show_bytes
 

@@ -9,9 +9,9 @@ each forward pass of the model: nothing tells that a script has written to `para
 import importlib.metadata
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -31,7 +30,7 @@ from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharding
 from hf_fsdp_tools.text import did_you_mean
 
 _MULTIPLE = 16
@@ -42,36 +41,6 @@ _CAPABILITY = (8, 9)
 
 _CAPABILITY_ROWWISE = (9, 0)
 """The same for scales per row (source: torchao's `float8` README)."""
-
-
-@dataclass(frozen=True)
-class Float8Policy(MixedPrecisionPolicy):
-    """Mixed precision with FP8: what `mp_policy="fp8"` and Accelerate's `mixed_precision: fp8` mean, for other values.
-
-    Linear layers of blocks multiply in FP8 (torchao's `Float8Linear`), and FSDP2 gathers their weights in FP8; all else
-    computes in bf16, and gradients are reduced in fp32. Not converted are heads, embeddings, routers, experts in lists,
-    adapters, and layers whose dimensions are not divisible by 16. Weights and states are saved as without FP8.
-
-    On a CPU, products are emulated in fp32 from the same FP8 values: to test a training, not to save time.
-
-    Raises:
-        ConfigError: from the function that takes the policy, on all ranks: torchao is missing, the device has no FP8,
-            nothing can be converted, or layers or experts are shared between ranks.
-
-    Example:
-        >>> rowwise = Float8Policy(config="rowwise")
-        >>> attention = Float8Policy(module_filter=lambda module, name: "self_attn" in name)
-        >>> attention.param_dtype
-        torch.bfloat16
-    """
-
-    param_dtype: torch.dtype | None = torch.bfloat16
-    reduce_dtype: torch.dtype | None = torch.float32
-    config: Any = None
-    """torchao's `Float8LinearConfig`, or the name of one of its recipes. None: scales per tensor, FP8 all-gather.
-    Weights with scales per row ("rowwise", "rowwise_with_gw_hp") are gathered in bf16."""
-    module_filter: Callable[[nn.Module, str], bool] | None = None
-    """Which of the layers named above are converted: a function of module and name; None: all."""
 
 
 # ---- what can be converted ----
@@ -187,11 +156,6 @@ def _evaluable(cls: Any) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
-def is_float8(module: nn.Module) -> bool:
-    """Whether a module computes in FP8."""
-    return note_of(module).float8 is not None
-
-
 class _Float8Shard:
     """What FSDP2 takes for the shard of one weight: it answers with the bytes of the FP8 weight."""
 
@@ -290,12 +254,10 @@ class Float8(Feature):
         policy = sharding.mp_policy
         if not isinstance(policy, Float8Policy):
             return
-        dims = sharding.axes.dims
-        sizes = {"tp_size": dims.tp_size, "ep_size": dims.ep_size}
-        if shared := [f"{name} {size}" for name, size in sizes.items() if size > 1]:
+        if sharding.is_divided:
             raise ConfigError(
-                f"FP8 is for weights that FSDP alone divides, and the mesh has {' and '.join(shared)}. Use bf16, or "
-                f"{' and '.join(name for name, size in sizes.items() if size > 1)} 1."
+                f"FP8 is for weights that FSDP alone divides, and the mesh is {sharding.axes.dims}. Use bf16, or "
+                "tp_size and ep_size 1."
             )
         if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
             raise ConfigError(f"FP8 beside {policy.param_dtype} is not part of this package. Use bf16 beside it.")
@@ -325,31 +287,27 @@ class Float8(Feature):
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
-        layers = {
-            module: note_of(module).float8
-            for module in model.modules()
-            if is_float8(module) and note_of(module).float8.enable_fsdp_float8_all_gather
-        }
         scales = _Scales()
+        configs = ((module, note_of(module).float8) for module in model.modules())
+        layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
         gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
         scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
         if scales.shards:
-            _count_steps()
+            at_steps(Step.COUNT, _count)
             yield Hook(model, Phase.SCALES, scales.before_pass)
+
+
+FEATURE = Float8()
 
 
 _steps = 0
 """Steps of optimizers of shards that this process has made since a model was converted."""
 
 
-@cache
-def _count_steps() -> None:
-    def count(optimizer: Any, args: object, kwargs: object) -> None:
-        global _steps  # on every rank the same: an optimizer of one rank alone has no shards
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        _steps += any(isinstance(parameter, DTensor) for parameter in held)
-
-    register_optimizer_step_post_hook(count)
+def _count(optimizer: Any) -> None:
+    global _steps  # on every rank the same: an optimizer of one rank alone has no shards
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    _steps += any(isinstance(parameter, DTensor) for parameter in held)
 
 
 # ---- torchao ----

@@ -8,6 +8,7 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,18 +19,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
-from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
+from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.modeling.meta import copy_on_meta
-from hf_fsdp_tools.modeling.module_tree import replaced, slots
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced, slots
+from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.context_parallel import check_rows, run_on_meta
+from hf_fsdp_tools.sharding.alike import IGNORED
+from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
 try:
@@ -56,67 +60,67 @@ _MISFITS = {
 """Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`tests/census`)."""
 
 
-def parallelize_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    tp_plan: Mapping[str, str] | None = None,
-    ep_plan: Mapping[str, str] | None = None,
-    ep_implementation: str = "auto",
-) -> nn.Module:
-    """Divide layers and experts of a model among the ranks of a mesh's `tp` and `ep` axes, in place; return the model.
+class DividedLayers(Feature):
+    """Layers and experts are divided among ranks, by transformers' styles."""
 
-    Call it between `build_meta_model` and `make_wrap_plan`; `from_pretrained` does. Without these axes it does nothing.
+    def divide(self, model: Any, axes: Axes, rules: Mapping[str, Any]) -> None:
+        """Each rank keeps its part of the weights."""
+        layers, experts = axes.dims.tp_size, axes.dims.ep_size
+        styles = checked_rules(model, layers, experts, **rules)
+        implementation = getattr(model.config, "_experts_implementation", None) or ""
+        if experts > 1 and axes.shards.device_type == "cpu" and implementation.startswith(_OF_GPUS):
+            raise ConfigError(
+                f"experts_implementation {implementation!r} has no kernels for CPUs. Use 'grouped_mm' or 'batched_mm'."
+            )
+        if dist.get_rank() == 0 and (processes := rank_on_node()[1]) % layers:
+            warn(
+                f"tp_size {layers} does not divide the {processes} process(es) of this machine (LOCAL_WORLD_SIZE): the "
+                "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest."
+            )
+        divide = partial(_divide, rules=styles, axes=axes, by=rules["ep_implementation"])
+        summed = _seen_in_part(model, divide, layers)
+        divide(model)
+        for name in summed:
+            assert axes.layers is not None
+            _add_style(model, name, _SUMMED, axes.layers, axes.layers, "")
+        let_dcp_see_boxes()
+        for module in model.modules():
+            held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+            if held:
+                add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
 
-    Args:
-        model: of transformers, on meta or with real weights that are equal on every rank, not sharded yet.
-        mesh: of `ParallelDims`.
-        tp_plan: rules for names of modules or parameters (`{"layers.*.mlp.up_proj": "colwise"}`), which take the place
-            of rules of the model's own plan (`model.tp_plan`); an empty one leaves every layer whole.
-        ep_plan: the same for experts (`model.ep_plan`).
-        ep_implementation: how tokens reach their experts: "all_to_all", "all_reduce" (`ep_size` equal to `tp_size`),
-            "auto", or a name that was registered in transformers.
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """A mesh with these axes needs a model that was divided."""
+        if sharding.is_divided and not _is_divided(model):
+            raise ConfigError(
+                f"The mesh is {sharding.axes.dims}, and {type(model).__name__} is not divided. Call "
+                "parallelize_model(model, mesh) before make_wrap_plan."
+            )
 
-    Every rank must call with equal arguments. Nothing is communicated now; in each pass, the styles of transformers
-    exchange activations between the ranks of a group.
+    def added(self, model: nn.Module) -> None:
+        """LoRA on a divided layer is divided with it."""
+        _refuse_adapters(model)
+        _divide_adapters(model)
 
-    Raises:
-        ConfigError: the model has no plan for an axis, a rule names what is not there, sizes of layers do not divide
-            by the ranks, or this transformers is older than 5.21; the same on every rank, before anything is changed.
+    def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
+        """The loss of a divided head is computed of parts of the logits.
 
-    Example:
-        >>> mesh = ParallelDims(tp_size=1).build_mesh("cpu")  # with `torchrun --nproc-per-node=8`: tp_size=2, ep_size=4
-        >>> model = parallelize_model(build_meta_model("checkpoint"), mesh)
-        >>> model = shard_model(model, make_wrap_plan(model), mesh=mesh)
-    """
-    axes = axes_of(mesh)
-    layers, experts = (group.size() if group else 1 for group in (axes.layers, axes.experts))
-    if layers == experts == 1:
-        return model
-    rules = checked_rules(model, layers, experts, tp_plan, ep_plan, ep_implementation)
-    implementation = getattr(model.config, "_experts_implementation", None) or ""
-    if experts > 1 and mesh.device_type == "cpu" and implementation.startswith(_OF_GPUS):
-        raise ConfigError(
-            f"experts_implementation {implementation!r} has no kernels for CPUs. Use 'grouped_mm' or 'batched_mm'."
-        )
-    if dist.get_rank() == 0 and (processes := rank_on_node()[1]) % layers:
-        warn(
-            f"tp_size {layers} does not divide the {processes} process(es) of this machine (LOCAL_WORLD_SIZE): the "
-            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest."
-        )
-    if axes.dims.cp_size > 1:  # while it can still be tried without other ranks
-        check_rows(model, axes.dims.cp_size)
-    summed = _seen_in_part(model, partial(_divide, rules=rules, axes=axes, by=ep_implementation), layers)
-    _divide(model, rules, axes, ep_implementation)
-    for name in summed:
-        assert axes.layers is not None
-        _add_style(model, name, _SUMMED, axes.layers, axes.layers, "")
-    let_dcp_see_boxes()
-    for module in model.modules():
-        held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        if held:
-            add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
-    return model
+        A head that an adapter wraps, and a loss other than that of the next word, take whole logits.
+        """
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        style = note_of(head).style if isinstance(head, nn.Linear) else None
+        group = sharding.axes.layers
+        if group is None or style is None or style.keywords["style"] != "colwise_gather_output":
+            return
+        is_usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+        if is_usual and "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names:
+            divided = _Divided(model, head, group)
+            yield divided
+            yield Hook(model, Phase.LABELS, divided.before)
+            yield Hook(model, Phase.WORDS, divided.after)
+
+
+FEATURE = DividedLayers()
 
 
 def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:
@@ -139,7 +143,7 @@ def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, 
                 ) from None
 
 
-def is_parallel(model: nn.Module) -> bool:
+def _is_divided(model: nn.Module) -> bool:
     """Whether layers or experts of a model are divided among ranks."""
     return any(note_of(module).parallel for module in model.modules())
 
@@ -195,7 +199,7 @@ def _refuse_undividable(model: Any, what: str) -> None:
         raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
     if packed_parameters(model):
         raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
-    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
+    if any(isinstance(module, FSDPModule) for module in model.modules()) or _is_divided(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
     if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
         raise ConfigError(
@@ -335,18 +339,6 @@ def _add_style(
     install(module)
 
 
-def style_named(name: str) -> Any:
-    """The style of transformers with this name."""
-    return ALL_PARALLEL_STYLES[name]
-
-
-def install_style(module: nn.Module) -> None:
-    """Let a module compute with its part of its weights, as its note says; a copy of a module needs it again."""
-    if (style := note_of(module).style) is not None:
-        module.__dict__.pop("forward", None)
-        style(module)
-
-
 def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str) -> None:
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
@@ -367,17 +359,13 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
 def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
     output = inner(*args, **kwargs)
     is_view = isinstance(output, torch.Tensor) and not isinstance(output, DTensor) and output._is_view()
-    return as_no_view(output) if is_view and output.requires_grad else output
-
-
-def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: what styles give are views of DTensors, to which nothing may be
-    written (Llama 4 does), and of which FSDP2 warns."""
-    made: torch.Tensor = _NoView.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
-    return made
+    return _as_no_view(output) if is_view and output.requires_grad else output
 
 
 class _NoView(torch.autograd.Function):
+    """The same memory as a tensor that is no view: what styles give are views of DTensors, to which nothing may be
+    written (Llama 4 does), and of which FSDP2 warns."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
@@ -385,6 +373,9 @@ class _NoView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+_as_no_view: Callable[..., torch.Tensor] = _NoView.apply
 
 
 def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:
@@ -400,25 +391,7 @@ def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Cal
         module._parameters.update(own)
 
 
-def divide_by(experts: FSDPModule, ranks: int, *, is_reduced: bool) -> None:
-    """Let FSDP2 take the mean of gradients over so many ranks, which are more than it reduces over, if over any."""
-    experts.set_gradient_divide_factor(float(ranks))
-    if is_reduced:
-        # NCCL's PREMUL_SUM, in which FSDP2 would divide, is not in other backends, and wrong in bf16 (pytorch#190747).
-        experts.set_force_sum_reduction_for_comms(True)
-
-
-def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh, Any]]:
-    """(mesh, placements) of each parameter that was divided before it was sharded."""
-    return {
-        parameter: way
-        for module in model.modules()
-        for name, way in note_of(module).parallel.items()
-        if (parameter := module._parameters.get(name)) is not None
-    }
-
-
-def refuse_adapters(model: nn.Module) -> None:
+def _refuse_adapters(model: nn.Module) -> None:
     """Refuse adapters on divided layers of which no rank could compute its part; nothing is changed."""
     for name, wrapper in model.named_modules():
         if not hasattr(wrapper, "get_base_layer") or not isinstance(base := wrapper.get_base_layer(), nn.Module):
@@ -434,7 +407,7 @@ def refuse_adapters(model: nn.Module) -> None:
             )
 
 
-def divide_adapters(model: nn.Module) -> None:
+def _divide_adapters(model: nn.Module) -> None:
     """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
     cut by columns the first. Its other matrix is whole on every rank. LoRA on experts is divided by expert."""
     wrapper: Any
@@ -551,9 +524,108 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     return taken
 
 
-def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:
-    """A tensor on meta, divided as `parallelize_model` divided the parameter in whose place it stands."""
-    if parallel is None:
-        return parameter
-    mesh, placements = parallel
-    return distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+# ---- a head whose words are divided ----
+#
+# No rank ever holds all logits. In training with labels, each rank keeps the logits of its own words. Three numbers of
+# each token are summed over the group: the largest logit, the sum of exponentials, and the logit of the label
+# (Megatron-LM, arXiv 1909.08053, 3). In evaluation, and without labels, logits are whole.
+
+
+class _Divided:
+    """A divided head of a model and its loss, until it is removed."""
+
+    def __init__(self, model: Any, head: Any, group: DeviceMesh) -> None:
+        self._model, self._head, self._group = model, head, group
+        self._is_part = False
+        self._former = model.__dict__.get("_loss_function")
+        if isinstance(getattr(getattr(self._former, "func", None), "__self__", None), _Divided):
+            model.loss_function = self._former = self._former.args[0]  # this model is a copy of one with a divided head
+        head.__dict__.pop("forward", None)
+        ALL_PARALLEL_STYLES["colwise"].install_forward(head, group)  # which gives this rank's part
+        head.forward = partial(self._run_head, head.forward)
+        model.loss_function = partial(self._loss, model.loss_function)
+
+    def remove(self) -> None:
+        """Give the model its own loss and the head its own style back."""
+        self._model.__dict__.pop("_loss_function", None)
+        if self._former is not None:
+            self._model.loss_function = self._former
+        install_style(self._head)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look whether this pass computes a loss of parts."""
+        given = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
+        labels = given.get("labels") if given.get("labels") is not None else given.get("shift_labels")
+        self._is_part = model.training and labels is not None
+
+    def _run_head(self, inner: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        part = inner(hidden)
+        if part.requires_grad and self._is_part:
+            part = _as_no_view(part)
+        return part if self._is_part else self._whole(part)
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self._as_dtensor(part).redistribute(placements=[Replicate()]).to_local()
+        return _as_no_view(whole) if whole.requires_grad else whole
+
+    def _as_dtensor(self, part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(part, self._group, [Shard(-1)], run_check=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Divided":
+        return self  # a copied model is given one of its own, see `DividedLayers`
+
+    def _loss(
+        self, inner: Callable[..., torch.Tensor], logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any
+    ) -> Any:
+        if not self._is_part:
+            return inner(logits, labels, vocab_size, **kwargs)
+        targets = kwargs.get("shift_labels")
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        ignored = kwargs.get("ignore_index", IGNORED)
+        targets = targets.reshape(-1).to(logits.device)
+        words = logits.shape[-1] * self._group.size()
+        torch._assert_async(  # as torch's own cross entropy; each rank would take the word for another rank's
+            ((targets == ignored) | ((targets >= 0) & (targets < words))).all(), f"a label is none of the {words} words"
+        )
+        first = self._group.get_local_rank() * logits.shape[-1]
+        losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's own
+            logits.float().view(-1, logits.shape[-1]), targets, targets == ignored, first, self._group.get_group()
+        )
+        count = kwargs.get("num_items_in_batch")
+        count = (targets != ignored).sum() if count is None else count
+        return losses.sum() / (count.to(losses.device) if torch.is_tensor(count) else count)
+
+    def after(self, model: nn.Module, args: object, output: Any) -> Any:
+        """Let the logits of a part be a DTensor, of which `full_tensor()` gives all."""
+        if self._is_part and isinstance(output, dict) and isinstance(output.get("logits"), torch.Tensor):
+            output["logits"] = self._as_dtensor(output["logits"])
+        self._is_part = False
+        return output
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The cross entropy of each token, of logits of which this rank has those of some words; 0 where it is ignored."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, targets: Any, ignored: Any, first: int, group: dist.ProcessGroup) -> Any:
+        """From logits (tokens, words of this rank) in fp32, and targets among the words of all ranks."""
+        most = logits.amax(-1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        exponentials = logits - most[:, None]
+        is_own = (targets >= first) & (targets < first + logits.shape[-1])
+        places = torch.where(is_own, targets - first, 0)[:, None]
+        sums = torch.stack([torch.where(is_own, exponentials.gather(1, places)[:, 0], 0.0), most])
+        sums[1] = exponentials.exp_().sum(-1)
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponentials.div_(sums[1][:, None]), places, is_own & ~ignored, ignored)
+        return torch.where(ignored, 0.0, sums[1].log() - sums[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """The gradient of this rank's logits: probabilities, less 1 at the target."""
+        softmax, places, is_own, ignored = ctx.saved_tensors
+        gradient = torch.where(ignored, 0.0, gradient)
+        of_logits = softmax * gradient[:, None]
+        of_logits.scatter_add_(1, places, -torch.where(is_own, gradient, 0.0)[:, None])
+        return of_logits, None, None, None, None

@@ -1,0 +1,1 @@
+"""What is built on the core and can be taken off: without this folder, or a part of it, the core runs."""

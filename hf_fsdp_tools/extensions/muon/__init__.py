@@ -1,0 +1,1 @@
+"""Muon: whole matrices are orthogonalised, each on the rank that owns it."""

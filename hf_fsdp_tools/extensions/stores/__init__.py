@@ -1,0 +1,1 @@
+"""Saves that go to a store of fsspec, streamed."""
