@@ -1,9 +1,11 @@
 """The command `hf-fsdp estimate`: what a training will need and how fast it will run, before a GPU is touched."""
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.launch import recipes
@@ -147,7 +149,9 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
         if options.tokens:
             cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
             value[wrapping] |= {"tokens": options.tokens, **cost}
-    return value if options.compare else next(iter(value.values()))
+    value = value if options.compare else next(iter(value.values()))
+    digest = hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+    return {"version": version("hf-fsdp-tools"), "model": options.model, "digest": digest, **value}
 
 
 def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:

@@ -64,7 +64,7 @@ def band_of(tensor: torch.Tensor, stored: PieceTensor, itemsize: float) -> Band 
     mesh, shape, local = tensor.device_mesh, tensor.shape, local_tensor(tensor)
     splits = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     placement = tensor.placements[splits[0]] if len(splits) == 1 else None
-    if type(placement) is not Shard or local.device.type != mesh.device_type:
+    if type(placement) is not Shard or local.device.type != mesh.device_type or not local.is_contiguous():
         return None  # shards of several axes are not neighbours, and those of offloaded weights have no network
     axis, dim, coordinate = splits[0], placement.dim, mesh.get_coordinate()
     ranks = mesh.size(axis)

@@ -28,7 +28,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and five more.
+    """What is trained, and how long: TRL's own options and six more.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -56,6 +56,9 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     ema_device: str | None = field(
         default=None, metadata={"help": "cpu keeps the averages of --ema_decay in host memory."}
+    )
+    report_estimate: str | None = field(
+        default=None, metadata={"help": "Add a line of JSON to this file: what was estimated, and what was measured."}
     )
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""

@@ -1,6 +1,7 @@
 """From a checkpoint to a trained one: load, train, save, print a summary, and end."""
 
 import atexit
+import json
 import logging
 import os
 import signal
@@ -8,7 +9,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,10 +26,12 @@ from transformers import (
     ProgressCallback,
 )
 
-from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
+from hf_fsdp_tools.accelerator import device_title
+from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.errors import FSDPToolsError, storage_errors
 from hf_fsdp_tools.foresight.memory import estimate_memory
+from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
@@ -35,6 +39,7 @@ from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
+_estimate: dict[str, Any] | None = None  # Of the model that was loaded, on the first rank of GPUs
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
@@ -110,11 +115,15 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
     """
     if accelerator.device.type == "cpu" or not accelerator.is_main_process or _recipe not in RECIPES:
         return
+    global _estimate
     try:
         setup = setup_of(_recipe, training, model_args, *model_args.others, **machine_of(accelerator))
         kwargs = {**hub_options(model_args, training), "auto_class": RECIPES[_recipe].auto_class}
         with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
             memory = estimate_memory(model_args.model_name_or_path, setup, model_kwargs=kwargs)
+        time_of = throughput_of(memory)
+        rate = time_of.tokens_per_second_per_gpu if time_of.is_estimated else None
+        _estimate = {"setup": asdict(setup), "peak_gb": memory.peak_allocated / 1e9, "tokens_per_second_per_gpu": rate}
         most, unit = show_bytes(memory.limit_bytes).split()
         print(f"estimated peak {show_bytes(memory.total).removesuffix(f' {unit}')} of {most} {unit}", flush=True)
     except Exception as error:
@@ -283,6 +292,9 @@ def finish(
         of_averages = [f" (evaluation loss {loss:.3f})" for _, loss in _logged(trainer, "ema_loss")]
         summary["averages"] = f"{folder / 'ema'}{''.join(of_averages)}"
     trainer.save_model()
+    if report := getattr(model_args, "report_estimate", None):
+        with agreed("writing the report of the estimate", report), storage_errors("write", Path(report)):
+            _report_estimate(Path(report), trainer, model_args)
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
         summary["merged"] = f"{folder / 'merged'} (opens without PEFT)"
@@ -293,6 +305,25 @@ def finish(
     trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in texts.items()))
     wait_for_all_ranks()
     trainer.accelerator.end_training()
+
+
+def _report_estimate(file: Path, trainer: Any, model_args: Any) -> None:
+    """Add a line to a file: versions, the GPU, what was estimated (null on CPUs) and, on the same scale, measured."""
+    rates = sorted(rate for _, rate in _logged(trainer, "tokens_per_second")[1:])  # the first has the start in it
+    rate = rates[len(rates) // 2] / trainer.args.world_size if rates else None
+    peaks = [peak for _, peak in _logged(trainer, "peak_memory_gb")]
+    packages = ("hf-fsdp-tools", "torch", "transformers", "accelerate", "trl")
+    line = {
+        "versions": {name: version(name) for name in packages},
+        "gpu": device_title(trainer.accelerator.device),
+        "model": model_args.model_name_or_path,
+        "recipe": _recipe,
+        "estimated": _estimate,
+        "measured": {"peak_gb": max(peaks, default=None), "tokens_per_second_per_gpu": rate},
+    }
+    if trainer.accelerator.is_main_process:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line, default=str) + "\n")
 
 
 def _picture(trainer: Any, folder: Path) -> str:

@@ -83,6 +83,7 @@ def series(tmp_path_factory) -> Series:
     runs = {"stopped": [*tuned, *chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]}
     runs["stopped"] += ["--eval_steps", "1"]
     runs["lora"] = [*adapter, *EVERY, *chats, "--merge_adapters", "--report_to", "noting"]
+    runs["lora"] += ["--report_estimate", str(folder / "estimate.jsonl")]
 
     documents = folder / "documents"  # three files: rows are divided among two ranks
     documents.mkdir()
@@ -209,6 +210,11 @@ def test_who_is_reported_to_gets_all_figures(series):
     assert [line["loss"] for line in steps] == series.log("lora", "loss") and len(steps) == 3
     assert all({"learning_rate", "peak_memory_gb", "num_tokens"} <= set(line) for line in steps)
     assert "tokens_per_second" in steps[-1] and any("eval_loss" in line for line in noted)
+    (reported,) = map(json.loads, (series.folder / "estimate.jsonl").read_text().splitlines())
+    assert reported["measured"]["peak_gb"] == max(line["peak_memory_gb"] for line in steps)
+    rates = sorted(line["tokens_per_second"] for line in steps[1:])
+    assert reported["measured"]["tokens_per_second_per_gpu"] == rates[1] / 2 and reported["estimated"] is None
+    assert reported["versions"]["torch"] == torch.__version__ and reported["recipe"] == "finetune"
 
 
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
