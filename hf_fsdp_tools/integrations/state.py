@@ -166,18 +166,8 @@ def start_state(
     cpu = cpu or local_device().type == "cpu"
     _check_float8(plugin, mixed_precision, "cpu" if cpu else local_device().type)
     if AcceleratorState._shared_state:
-        state = AcceleratorState()
-        if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
-            raise ConfigError(
-                f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
-                "Call make_accelerator() before anything else makes one."
-            )
-        _refuse_other_state(state, mixed_precision, parallelism_config)
-        if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
-            state.dynamo_plugin = dynamo_plugin
-        if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
-            plugin.set_mixed_precision(state.mixed_precision)
-            state.fsdp_plugin = plugin
+        _refuse_other_state(AcceleratorState(), mixed_precision, parallelism_config)
+        _take_over(AcceleratorState(), plugin, dynamo_plugin)
         if group and "timeout" in group:
             set_timeout(group["timeout"])
         return
@@ -228,8 +218,22 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
     return TorchDynamoPlugin(backend=backend, mode=mode)
 
 
+def _take_over(state: AcceleratorState, plugin: HybridFSDPPlugin, dynamo_plugin: TorchDynamoPlugin | None) -> None:
+    """Let a state that is there have what was given now."""
+    if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+        state.dynamo_plugin = dynamo_plugin
+    if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
+        plugin.set_mixed_precision(state.mixed_precision)
+        state.fsdp_plugin = plugin
+
+
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
+    if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
+        raise ConfigError(
+            f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
+            "Call make_accelerator() before anything else makes one."
+        )
     names = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")
     configs = (parallelism_config, state.parallelism_config)
     sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)

@@ -194,30 +194,15 @@ def match_checkpoint(
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    made = of_4bit.filled if of_4bit else set()
-    names = grouped((id(tensor), key) for key, tensor in state.items() if key not in made)
-    loaded: dict[str, PieceTensor] = {}
-    tied_pairs: list[tuple[str, str]] = []
-    to_initialize: set[str] = set()
-    missing: set[str] = set()
-    for tied in names.values():
-        there = [key for key in tied if key in stored and key not in wrong]
-        if there:
-            loaded[there[0]] = stored[there[0]]
-            tied_pairs += [(there[0], other) for other in there[1:]]
-        else:
-            to_initialize.add(tied[0])
-            missing.update(key for key in tied if key not in wrong)
+    wanted = {key: tensor for key, tensor in state.items() if of_4bit is None or key not in of_4bit.filled}
+    loaded, tied_pairs, absent = _first_names(wanted, {key: stored[key] for key in stored.keys() - wrong})
+    missing = {key for tied in absent for key in tied} - wrong
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
     heads = _heads(model, load_map, unexpected_keys)
     modules = {key.rpartition(".")[0] for key in heads}
     beside = _beside(as_stored, index) if is_packed else frozenset()
-    if strict and (missing_keys or unexpected_keys):
-        raise CheckpointError(
-            f"{index.name!r} does not hold exactly what the model needs. Missing: "
-            f"{', '.join(sorted(missing_keys)) or 'none'}. Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. "
-            "Use the matching auto class, or strict=False."
-        )
+    if strict:
+        _refuse_other_keys(index, missing_keys, unexpected_keys)
     return Match(
         index=index,
         dequantized=dequantized,
@@ -226,7 +211,7 @@ def match_checkpoint(
         weights_4bit=of_4bit,
         loaded=loaded,
         tied_pairs=tuple(tied_pairs),
-        to_initialize=frozenset(to_initialize),
+        to_initialize=frozenset(tied[0] for tied in absent),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
         heads=part_of(index, heads.__contains__) if heads or beside else None,
@@ -236,6 +221,33 @@ def match_checkpoint(
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
+
+
+def _first_names(
+    wanted: Mapping[str, torch.Tensor], stored: Mapping[str, PieceTensor]
+) -> tuple[dict[str, PieceTensor], list[tuple[str, str]], list[list[str]]]:
+    """Each tensor's stored values under the first of its tied names that has some, with pairs of it and of the other
+    names that have some; and the names of each tensor that has none."""
+    loaded: dict[str, PieceTensor] = {}
+    pairs: list[tuple[str, str]] = []
+    absent: list[list[str]] = []
+    for tied in grouped((id(tensor), key) for key, tensor in wanted.items()).values():
+        there = [key for key in tied if key in stored]
+        if there:
+            loaded[there[0]] = stored[there[0]]
+            pairs += [(there[0], other) for other in there[1:]]
+        else:
+            absent.append(list(tied))
+    return loaded, pairs, absent
+
+
+def _refuse_other_keys(index: CheckpointIndex, missing: Collection[str], unexpected: Collection[str]) -> None:
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{index.name!r} does not hold exactly what the model needs. Missing: "
+            f"{', '.join(sorted(missing)) or 'none'}. Unexpected: {', '.join(sorted(unexpected)) or 'none'}. "
+            "Use the matching auto class, or strict=False."
+        )
 
 
 def part_of(index: CheckpointIndex, holds: Callable[[str], bool]) -> CheckpointIndex:

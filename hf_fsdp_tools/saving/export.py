@@ -27,7 +27,7 @@ from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.opening import Source, open_checkpoint
+from hf_fsdp_tools.loading.opening import Checkpoint, Source, open_checkpoint
 from hf_fsdp_tools.loading.quantized.dequantize import batches
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.report import loading_bar
@@ -149,26 +149,8 @@ def export_checkpoint(
         raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
     own = Source(fspath(state if adapter is None else adapter), hub_kwargs)  # type: ignore[arg-type]
     source = own if state is None else own.of(fspath(state), None) if adapter is not None else own
-    try:
-        checkpoint = open_checkpoint(
-            source.name, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **source.hub
-        )
-    except CheckpointError as error:
-        if state is not None or own.path is None or not (own.path / ADAPTER_CONFIG).is_file():
-            raise
-        raise CheckpointError(
-            f"The base of the adapter {own.name!r} cannot be opened: {error} Or name another as STATE (state=)."
-        ) from None
-    if adapter is None and checkpoint.adapter is not None:
-        raise ConfigError(
-            f"{own.name!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with "
-            "hf-fsdp export --adapter (adapter=)."
-        )
-    if adapter is not None and checkpoint.adapter_state is not None:
-        raise ConfigError(
-            f"{source.name!r} is the training state of a PeftModel. Write its adapter with hf-fsdp export "
-            "(export_checkpoint), and merge that."
-        )
+    options = {"config": config, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    checkpoint = _opened(source, own, merges=adapter is not None, **options)
     if source is own:  # at one commit now
         own = replace(own, hub=checkpoint.hub_kwargs)
     base = own.of(checkpoint.name, checkpoint.index.commit) if checkpoint.name != own.name else own
@@ -204,6 +186,30 @@ def export_checkpoint(
         errors = {key: error for each in every for key, error in each.items()}
         report = replace(report, requantized=dict(sorted(errors.items())))
     return replace(report, seconds=round(time.perf_counter() - start_s, 4))
+
+
+def _opened(source: Source, own: Source, *, merges: bool, **options: Any) -> Checkpoint:
+    """The state or base that is written, of which the adapter is `own` if one is merged."""
+    try:
+        checkpoint = open_checkpoint(source.name, **options, **source.hub)
+    except CheckpointError as error:
+        is_named_by_adapter = merges and source is own
+        if not is_named_by_adapter or own.path is None or not (own.path / ADAPTER_CONFIG).is_file():
+            raise
+        raise CheckpointError(
+            f"The base of the adapter {own.name!r} cannot be opened: {error} Or name another as STATE (state=)."
+        ) from None
+    if not merges and checkpoint.adapter is not None:
+        raise ConfigError(
+            f"{own.name!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with "
+            "hf-fsdp export --adapter (adapter=)."
+        )
+    if merges and checkpoint.adapter_state is not None:
+        raise ConfigError(
+            f"{source.name!r} is the training state of a PeftModel. Write its adapter with hf-fsdp export "
+            "(export_checkpoint), and merge that."
+        )
+    return checkpoint
 
 
 # ---- the loop ----

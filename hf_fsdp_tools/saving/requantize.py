@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, StoredTensor
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, transfer_of
@@ -82,14 +82,7 @@ def keep_format(
             f"{type(material.model).__name__} saves {listed(other)} of {stored.name!r} under other names than stored "
             "ones. Merge without keep_stored_format (--keep-stored-format)."
         )
-    looks = {key: PieceTensor.named(key, tensor.shape, tensor.dtype) for key, tensor in copied.items()}
-    for key, tensor in written.items():
-        own = quantized.get(key)
-        for part in [own.values, *(grid.stored for grid in own.scales.values())] if own else ():
-            looks[part.key] = PieceTensor(part.shape, part.dtype, None, tensor.sources)
-        if own is None:
-            dtype = tensors[key].dtype if key in tensors else tensor.dtype
-            looks[key] = PieceTensor(tensor.shape, dtype, None, tensor.sources)
+    looks = _looks(copied, written, quantized, tensors)
     blanks = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in copied.items()}
     pieces = {key: PieceTensor.stored(tensor, tensor.dtype) for key, tensor in copied.items()}
     index = replace(match.index, tensors=MappingProxyType({**tensors, **copied}))
@@ -105,6 +98,24 @@ def keep_format(
     num_parameters = sum(math.prod(tensor.shape) for tensor in (*material.model.parameters(), *heads))
     saving = {key: SavedTensor.of(look, None) for key, look in sorted(looks.items())}
     return material, lay_out(saving, max_shard_size, num_parameters)
+
+
+def _looks(
+    copied: Mapping[str, Stored],
+    written: Mapping[str, PieceTensor],
+    quantized: Mapping[str, QuantizedTensor],
+    tensors: Mapping[str, Stored],
+) -> dict[str, PieceTensor]:
+    """Shape and dtype of each tensor of the result: of what is copied, and of what is written as it was stored."""
+    looks = {key: PieceTensor.named(key, tensor.shape, tensor.dtype) for key, tensor in copied.items()}
+    for key, tensor in written.items():
+        own = quantized.get(key)
+        for part in [own.values, *(grid.stored for grid in own.scales.values())] if own else ():
+            looks[part.key] = PieceTensor(part.shape, part.dtype, None, tensor.sources)
+        if own is None:
+            dtype = tensors[key].dtype if key in tensors else tensor.dtype
+            looks[key] = PieceTensor(tensor.shape, dtype, None, tensor.sources)
+    return looks
 
 
 class Requantizer:

@@ -1,7 +1,7 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
@@ -43,7 +43,7 @@ from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.streaming.exchange import gather_to_first
-from hf_fsdp_tools.streaming.held import parts_of, shares
+from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name, grouped
 
@@ -221,26 +221,40 @@ def begin_save(
             names = prepare_save(hidden, model, layout, dtype, tokenizer, model_card)
         # A tensor is gathered by all ranks or by none.
         mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
-        keys = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
-        own = [part for key, parts in held.items() if key not in keys for part in shares(parts)]
-        in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
-        files = list(dict.fromkeys(transfer.file for transfer in in_place))
-        if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
-            files = [hidden.path / file for file in layout.sizes]
-        begun = BegunSave(
-            hidden=hidden,
-            layout=layout,
-            names=names,
-            files=files,
-            gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
-            staging_bytes=staging_bytes,
-            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes),
-            write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
-        )
+        gathered = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
+        own = [part for key, parts in held.items() if key not in gathered for part in shares(parts)]
+        begun, in_place = _divided(model, hidden, layout, names, own, gathered, staging_bytes)
         return begun if blocking else _with_copies(begun, in_place)
     except BaseException:
         hidden.end()
         raise
+
+
+def _divided(
+    model: nn.Module,
+    hidden: HiddenFolder,
+    layout: Layout,
+    names: SavedNames,
+    own: Iterable[Part],
+    gathered: Collection[str],
+    staging_bytes: int,
+) -> tuple["BegunSave", list[Transfer]]:
+    """A save of which each rank writes its own parts, and rank 0 the tensors that it gathers; what this rank writes."""
+    in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
+    files = list(dict.fromkeys(transfer.file for transfer in in_place))
+    if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
+        files = [hidden.path / file for file in layout.sizes]
+    begun = BegunSave(
+        hidden=hidden,
+        layout=layout,
+        names=names,
+        files=files,
+        gathered_bytes=sum(layout.places[key].num_bytes for key in gathered),
+        staging_bytes=staging_bytes,
+        gather=partial(_gather, model, layout, hidden.path, sorted(gathered), staging_bytes),
+        write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
+    )
+    return begun, in_place
 
 
 @dataclass(frozen=True, kw_only=True)

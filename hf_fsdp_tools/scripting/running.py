@@ -39,7 +39,7 @@ from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
-_estimate: dict[str, Any] | None = None  # Of the model that was loaded, on the first rank of GPUs
+_estimate: dict[str, Any] | None = None  # That of the model that was loaded, on the first rank of GPUs
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
@@ -88,9 +88,12 @@ def load_model(
         options |= {"dtype": computed or model_args.dtype, "policy": HybridPolicy(reshard_after_forward={"*": True})}
     else:
         _say_estimate(model_args, training, accelerator)
-    # transformers' table of missing keys, which the load report names too
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_table)
-    model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_table)
+    try:
+        model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
+    finally:
+        logger.removeFilter(_is_no_table)
     if frozen:
         size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
         kind = dtype_name(model.dtype)
@@ -105,6 +108,7 @@ def load_model(
 
 
 def _is_no_table(record: logging.LogRecord) -> bool:
+    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
     return "LOAD REPORT" not in record.getMessage()
 
 

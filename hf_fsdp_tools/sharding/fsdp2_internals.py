@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,7 @@ from hf_fsdp_tools.modeling.notes import install_style
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
-_OURS = {"__class__", "__dict__", "was_trained", "beside", "instead", "keep_unsharded_storage"}
+_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage"}
 """Names that no torch needs to have."""
 
 
@@ -103,6 +103,21 @@ def bytes_sharded() -> Iterator[None]:
 
     with replaced(_fsdp_param, nn=SimpleNamespace(**{**vars(nn), "Parameter": parameter})):
         yield
+
+
+def reduce_in_one_dtype() -> None:
+    """Let torch reduce gradients of two dtypes in one unit: what is kept in fp32 beside bf16, and what was accumulated,
+    in fp32, beside what this pass alone made (pytorch#196996). Call it once in a process."""
+    torchs: Any = _fsdp_param_group
+    own = torchs.foreach_reduce
+
+    @wraps(own)
+    def foreach_reduce(entries: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        widest = reduce(torch.promote_types, {grad.dtype for grad in grads})
+        grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
+        return own(entries, grads, *args, **kwargs)
+
+    torchs.foreach_reduce = foreach_reduce
 
 
 def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
@@ -203,27 +218,11 @@ class _Entry(_fsdp_param.FSDPParam):
     """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes."""
 
     was_trained = False
-    beside: list[Any]  # the entries of its group
-    is_widened = False  # whether its gradient is reduced with some that were accumulated, in their dtype
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """As torch's, which would cast bytes to the dtype of computation before 2.13."""
         is_float = self.sharded_param.is_floating_point()
         super().init_dtype_attrs(mp_policy if is_float else replace(mp_policy, param_dtype=None))
-
-    def accumulate_unsharded_grad_if_needed(self) -> None:
-        """As torch's, which accumulates in fp32 what was computed in bf16, and refuses to reduce such gradients with
-        those that only this pass made (pytorch#196996)."""
-        super().accumulate_unsharded_grad_if_needed()
-        self.is_widened = any(each.unsharded_accumulated_grad is not None for each in self.beside)
-        if self.is_widened:
-            self.to_accumulated_grad_if_needed()
-
-    @property
-    def unsharded_zero_grad_data(self) -> torch.Tensor:
-        """As torch's, in the dtype of the gradients that it is reduced with."""
-        zeros: torch.Tensor = super().unsharded_zero_grad_data
-        return zeros.to(self.reduce_dtype) if self.is_widened else zeros
 
     def to_accumulated_grad_if_needed(self) -> None:
         """As torch's, which fails where nothing was ever gathered; with gradients that are reduced it does not."""
@@ -255,7 +254,7 @@ def use_own_entries(model: nn.Module) -> None:
     """Let the units of a model, just sharded, keep their parameters in entries of ours."""
     for group in _groups(model):
         for entry in group.fsdp_params:
-            entry.__class__, entry.beside = _Entry, group.fsdp_params
+            entry.__class__ = _Entry
 
 
 def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
@@ -509,7 +508,7 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
         mp_policy=entry.mp_policy,
         offload_policy=group.offload_policy,
     )
-    made._param_fqn, made.beside = entry._param_fqn, entry.beside
+    made._param_fqn = entry._param_fqn
     made.sharded_param.__dict__.update(old.__dict__)
     if hasattr(entry, "keep_unsharded_storage"):  # since torch 2.14: a setting of the user's
         made.keep_unsharded_storage = entry.keep_unsharded_storage

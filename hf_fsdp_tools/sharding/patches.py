@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -34,6 +35,7 @@ def guard_habits() -> None:
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
     handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
+    reduce_in_one_dtype()
     _look_before(dispatcher, "_propagate_op_sharding_dispatch_slow_path", _refuse_lost_write)  # once for equal shards
     _look_before(torch.autograd, "_engine_run_backward", _refuse_shards)
     init: Any = nn.init

@@ -26,7 +26,7 @@ from hf_fsdp_tools import (
     save_pretrained,
     shard_model,
 )
-from hf_fsdp_tools.sharding import context_parallel
+from hf_fsdp_tools.extensions import context_parallel
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn

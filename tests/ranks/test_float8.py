@@ -37,10 +37,11 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions import float8
 from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.sharding import float8, placement
+from hf_fsdp_tools.sharding import placement
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of

@@ -22,11 +22,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from hf_fsdp_tools import ParallelDims, pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.extensions import context_parallel as cp
 from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
-from hf_fsdp_tools.sharding import context_parallel as cp
 from hf_fsdp_tools.sharding import replicated
 from tests._dist import run_cases, run_ranks
 

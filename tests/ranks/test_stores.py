@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_fsdp_tools import from_pretrained, load_weights, save_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.extensions.stores import in_store
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving import in_store
 from tests._checkpoints import (
     add_heads,
     assert_same_model,

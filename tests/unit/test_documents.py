@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_tools
-from hf_fsdp_tools import scripting
+from hf_fsdp_tools import scripting, testing
 from hf_fsdp_tools.cli.main import _parser
-from hf_fsdp_tools.extensions import fsdp1, testing
+from hf_fsdp_tools.extensions import fsdp1
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fsdp_tools"

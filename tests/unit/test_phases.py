@@ -188,6 +188,7 @@ def test_steps_of_all_optimizers_run_entries_by_phase_until_they_are_taken_away(
 PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wish of ours
     "torch.distributed.tensor.DTensor": "several boxes of a shard in DCP; pytorch#167859, torch 2.11 to 2.15",
     "torch.distributed.tensor._dispatch.OpDispatcher": "drawing, deciding and writing by shards",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "gradients of two dtypes in one unit; pytorch#196996",
     "torch.autograd": "gradients that are asked for by shards",
     "torch.nn.init": "trunc_normal_ of shards",
     "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
