@@ -76,7 +76,7 @@ class Recommendation(Report):
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
         if self.tokens_per_step > MOST_TOKENS:
             batch += f": above {MOST_TOKENS:,}, more than most trainings gain from"
-        values = [(_title(field), _value(getattr(setup, field)), why) for field, why in self.reasons.items()]
+        values = [(field, _value(getattr(setup, field)), why) for field, why in self.reasons.items()]
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
         loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
@@ -120,19 +120,15 @@ def _training_words(setup: TrainingSetup) -> str:
     return f"{kind}, sequences of {setup.seq_len:,} tokens"
 
 
-def _title(field: str) -> str:
-    return field.replace("_", " ")
-
-
 def _value(value: Any) -> str:
     return str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value)
 
 
 def _words(changes: Mapping[str, Any]) -> str:
-    """Fields with their values: "without activation checkpointing, batch size 2"."""
+    """Fields with their values: "without activation_checkpointing, batch_size 2"."""
     ways = {True: "with {}", False: "without {}"}
     texts = [(ways[value] if isinstance(value, bool) else f"{{}} {value}", name) for name, value in changes.items()]
-    return ", ".join(text.format(_title(name)) for text, name in texts)
+    return ", ".join(text.format(name) for text, name in texts)
 
 
 def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json")[1])
     assert value["memory"]["total"] == memory.total and value["throughput"]["mfu"] == time.mfu
     _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--per-device-train-batch-size", "16")
-    assert "does not fit" in out and "what fits: with activation checkpointing." in " ".join(out.split())
+    assert "does not fit" in out and "what fits: with activation_checkpointing." in " ".join(out.split())
 
 
 def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_same_of_it(capsys, llama):

@@ -161,8 +161,8 @@ def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
     best = choose(setup, toy)
     assert best.setup.activation_checkpointing_offload and not best.setup.offload
     reason = best.reasons["activation_checkpointing_offload"]
-    assert reason == "no: 82.3 GB, less free than the margin (batch size 1)"
-    with pytest.raises(ConfigError, match="What fits: with activation checkpointing offload"):
+    assert reason == "no: 82.3 GB, less free than the margin (batch_size 1)"
+    with pytest.raises(ConfigError, match="What fits: with activation_checkpointing_offload"):
         choose(setup, toy, fixed=("activation_checkpointing_offload", "offload", "optimizer"))
 
 
@@ -189,7 +189,7 @@ def test_rejected_settings_have_their_figures():
     larger = replace(chosen, batch_size=4, gradient_accumulation_steps=2)
     num_bytes = toy(larger).peak_bytes
     assert chosen.batch_size == 2 and num_bytes > GPU
-    words = f"or batch size 4 ({show_bytes(num_bytes)})"
+    words = f"or batch_size 4 ({show_bytes(num_bytes)})"
     assert words in best.breaks and words in str(best)
     assert best.reasons["batch_size"].startswith("1: fits, but ")
     other = replace(chosen, offload=True)
@@ -219,7 +219,7 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     setup = TrainingSetup(num_gpus=16, seq_len=512)
     best = choose(setup, toy, fixed=("sync_each_batch",), global_batch_size=4096)
     assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
-    for words, changes in (("with compile", {"compile": True}), ("reduce dtype bf16", {"reduce_dtype": "bf16"})):
+    for words, changes in (("with compile", {"compile": True}), ("reduce_dtype bf16", {"reduce_dtype": "bf16"})):
         gain = best.cost.step_seconds / toy(replace(best.setup, **changes)).step_seconds - 1
         (line,) = (each for each in best.proposals if each.startswith(f"{words}: {100 * gain:.0f} % faster"))
         assert line in str(best)
@@ -240,7 +240,7 @@ def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
     setup = TrainingSetup(num_gpus=1, seq_len=4096)
     lean = choose(setup, Toy())
     assert {name: getattr(lean.setup, name) for name in LEAN} == LEAN and not lean.setup.offload
-    assert lean.reasons["master_dtype"].startswith("fp32: ") and "chosen    batch size" in str(lean)
+    assert lean.reasons["master_dtype"].startswith("fp32: ") and "chosen    batch_size" in str(lean)
     assert choose(setup, Toy(), fixed=("optimizer",)).setup.offload, "not where another is asked for"
     adapter = replace(setup, num_gpus=2, lora_r=16)
     assert not choose(adapter, Toy(1e10)).setup.load_in_4bit
@@ -253,7 +253,7 @@ def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     best = choose(TrainingSetup(num_gpus=8, seq_len=4096), Toy(activation=3e6))
     assert best.tokens_per_step == 2**18 and best.setup.gradient_accumulation_steps > 1
     assert best.next_best.count("fits, ") == 1 and f"next best {best.next_best}" in str(best)
-    assert "seq len 8192 (" in best.breaks or "batch size" in best.breaks
+    assert "seq_len 8192 (" in best.breaks or "batch_size" in best.breaks
     assert "one row per step trains badly" in str(choose(TrainingSetup(), Toy(1e9), global_batch_size=1))
     assert "above 2,000,000" in str(choose(TrainingSetup(num_gpus=512), Toy(), global_batch_size=512))
     assert not any(word in str(best) for word in ("trains badly", "above 2,000,000"))
@@ -271,9 +271,9 @@ def test_the_longest_sequence_that_fits():
 @pytest.mark.parametrize(
     ("params", "changes", "given", "cures"),
     [
-        (7e10, {"wrapping": "none"}, (), ["lora r 16"]),
-        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch size 1."]),
-        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["seq len 1000000", "gpu h100-nvl"]),
+        (7e10, {"wrapping": "none"}, (), ["lora_r 16"]),
+        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch_size 1."]),
+        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["seq_len 1000000", "gpu h100-nvl"]),
     ],
 )
 def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
