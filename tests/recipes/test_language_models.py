@@ -214,7 +214,7 @@ def test_who_is_reported_to_gets_all_figures(series):
     assert reported["measured"]["peak_gb"] == max(line["peak_memory_gb"] for line in steps)
     rates = sorted(line["tokens_per_second"] for line in steps[1:])
     assert reported["measured"]["tokens_per_second_per_gpu"] == rates[1] / 2 and reported["estimated"] is None
-    assert reported["versions"]["torch"] == torch.__version__ and reported["recipe"] == "finetune"
+    assert reported["versions"]["torch"] == torch.__version__
 
 
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
