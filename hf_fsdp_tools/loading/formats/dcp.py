@@ -365,7 +365,9 @@ def _place(file: Path, index: dcp.MetadataIndex, place: Any) -> tuple[str, int, 
         raise ValueError(f"{index.fqn!r} lies nowhere")
     if getattr(place, "transform_descriptors", None):
         raise ValueError(f"{index.fqn!r} is stored through a stream transform, through which no part can be read")
-    name, (offset, length) = place.relative_path, _sizes((place.offset, place.length))
+    name, offset, length = place.relative_path, place.offset, place.length
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:  # quick, for there are millions
+        raise TypeError(f"{quoted((offset, length))} are no sizes")
     if type(name) is not str:
         raise TypeError(f"the file of {index.fqn!r} is {quoted(name)}")
     if leaves_folder(name):
