@@ -313,7 +313,8 @@ def finish(
 
 def _report_estimate(file: Path, trainer: Any, model_args: Any) -> None:
     """Add a line to a file: versions, the GPU, what was estimated (null on CPUs) and, on the same scale, measured."""
-    rates = sorted(rate for _, rate in _logged(trainer, "tokens_per_second")[1:])  # the first has the start in it
+    logged = _logged(trainer, "tokens_per_second")
+    rates = sorted(rate for _, rate in logged[1:] or logged)  # the first has the start in it
     rate = rates[len(rates) // 2] / trainer.args.world_size if rates else None
     peaks = [peak for _, peak in _logged(trainer, "peak_memory_gb")]
     packages = ("hf-fsdp-tools", "torch", "transformers", "accelerate", "trl")
