@@ -83,7 +83,7 @@ BESIDE = (
     "test_opening",
     "test_phases",
 )
-BESIDE += ("test_support",)
+BESIDE += ("test_space", "test_support")
 """Tests of core and more, or whose helpers need more."""
 
 
@@ -96,6 +96,7 @@ def is_of_core(path: Path) -> bool:
 
 @pytest.mark.nightly
 def test_the_cores_tests_pass_without_the_rooms_below(core: Path) -> None:
+    shutil.copy(TESTS.parent / "pyproject.toml", core)  # with which tests are nightly
     shutil.copytree(TESTS, core / "tests", ignore=shutil.ignore_patterns("__pycache__", "ranks", "recipes"))
     files = [f"tests/unit/{path.name}" for path in sorted((TESTS / "unit").glob("test_*.py")) if is_of_core(path)]
     assert len(files) > 20
