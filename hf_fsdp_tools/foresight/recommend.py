@@ -356,7 +356,7 @@ def what_fits(
 
 
 def _cures(search: Search) -> Iterator[str]:
-    """Yield changes in words, each of which makes it fit: of each kind of change that which changes least."""
+    """Yield changes in words that each make the training fit, the smallest of each kind."""
     setup = search.setup
     lean: dict[str, Any] = {AGAIN: True, "reshard_after_forward": True, "sync_each_batch": True}
     lean |= {"dp_replicate_size": 1, "batch_size": 1, ON_HOST: True, "offload": setup.wrapping != "none"}

@@ -106,7 +106,7 @@ def _looks(
     quantized: Mapping[str, QuantizedTensor],
     tensors: Mapping[str, Stored],
 ) -> dict[str, PieceTensor]:
-    """Shape and dtype of each tensor of the result: of what is copied, and of what is written as it was stored."""
+    """Shape and dtype of each tensor of the result, copied or written in its stored format."""
     looks = {key: PieceTensor.named(key, tensor.shape, tensor.dtype) for key, tensor in copied.items()}
     for key, tensor in written.items():
         own = quantized.get(key)

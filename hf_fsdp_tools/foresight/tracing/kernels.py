@@ -140,6 +140,7 @@ def notes_of(model: nn.Module) -> Iterator[str]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
