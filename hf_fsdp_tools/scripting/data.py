@@ -151,7 +151,7 @@ def _splits_of(name: str, script: Any) -> Any:
             raise _refused(name, f"{file.name} is UTF-16. {_CONVERT.format(encoding, file.name)}")
         is_alike = file.suffix in {*_BUILDERS, *_COMPRESSED} - {".pq"} and _ending(file) == _ending(files[0])
         if not (is_alike or path.is_file() or (path / "README.md").is_file()):
-            left = f"{file.name}: of a folder, files of one kind are read, with endings in small letters (no .pq)"
+            left = f"{file.name}: files of one kind are read from a folder, with endings in small letters (no .pq)"
             raise _refused(name, f"{left}, and others left out. Name files with commas between them")
     try:
         if path.is_file():

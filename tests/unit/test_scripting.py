@@ -257,7 +257,7 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
     for name in sorted(path.name for path in tmp_path.glob("a.*")):
         assert splits(name, eval_strategy="no")[0][0]["text"] == "row 0", name
     for folder, other, reason in (
-        ("two", "b.csv", "b.csv: of a folder, files of one kind are read"),
+        ("two", "b.csv", "b.csv: files of one kind are read from a folder"),
         ("more", "b.jsonl", "a.jsonl has the columns text, and b.jsonl more, text"),
         ("capital", "b.JSONL", "b.JSONL: of a folder"),
     ):
