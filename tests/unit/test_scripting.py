@@ -259,7 +259,7 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
     for folder, other, reason in (
         ("two", "b.csv", "b.csv: files of one kind are read from a folder"),
         ("more", "b.jsonl", "a.jsonl has the columns text, and b.jsonl more, text"),
-        ("capital", "b.JSONL", "b.JSONL: of a folder"),
+        ("capital", "b.JSONL", "b.JSONL: files of one kind are read from a folder"),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text(rows)
