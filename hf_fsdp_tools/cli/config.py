@@ -22,6 +22,7 @@ from hf_fsdp_tools.cli.options import (
     count,
     decide,
     described,
+    examples,
     explicit_fields,
     prepare_model,
     progress,
@@ -39,33 +40,39 @@ if TYPE_CHECKING:
 
 def add_config(commands: Any) -> None:
     """Add the command `config`."""
-    about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
-    parser = commands.add_parser("config", help=about, description=about)
+    about = "write an Accelerate config: with NAME the fastest that fits, else one for this machine"
+    epilog = examples(
+        "config Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
+        "config Qwen/Qwen3-8B --gpu rtx-4090 --num-processes 1 --load-in-4bit --lora-r 16",
+        "config --output here.yaml",
+        "config --from deepspeed.json --output fsdp.yaml",
+    )
+    parser = commands.add_parser("config", help=about, description=about, epilog=epilog)
     add_model(parser, optional=True)
-    about = "translates this file: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
+    about = "file to translate: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="writes the YAML there instead of to stdout")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
     templates = parser.add_mutually_exclusive_group()
     for name, template in TEMPLATES.items():
-        about = f"also writes {template.about}, beside the file of --output"
+        about = f"also write {template.about}, beside the file of --output"
         templates.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=about)
-    parser.add_argument("--force", action="store_true", help="writes over a file that says something else")
+    parser.add_argument("--force", action="store_true", help="replace files that say something else")
     machines = parser.add_argument_group("machines").add_argument
-    machines("--cpu", action="store_true", help="runs on CPU with gloo, whatever this machine has")
-    add_machine_options(machines)
-    machines("--machine-rank", type=int, metavar="R", help="writes the file of this machine, from 0")
-    machines("--main-process-ip", metavar="ADDRESS", help="has the processes meet at this address of machine 0")
-    about = "has them meet at this port (default: a free one; 29500 for several machines)"
+    machines("--cpu", action="store_true", help="CPU ranks with gloo, whatever this machine has")
+    add_machine_options(machines, processes="all GPUs of this machine", gpu="this machine's")
+    machines("--machine-rank", type=int, metavar="R", help="number of the machine that the file is for, from 0")
+    machines("--main-process-ip", metavar="ADDRESS", help="address of machine 0, where the processes meet")
+    about = "port there (default: a free one; 29500 for several machines)"
     machines("--main-process-port", type=count, metavar="PORT", help=about)
-    machines("--gpu-ids", metavar="0,1", help="uses these GPUs (default: all)")
+    machines("--gpu-ids", metavar="0,1", help="GPUs of this machine (default: all)")
     shard = parser.add_argument_group("sharding (with NAME searched unless given)").add_argument
     add_sharding_options(shard)
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
-    shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
+    shard("--state-dict-type", choices=kinds, help="form of training checkpoints (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
-    train("--global-batch-size", type=count, metavar="N", help="takes N sequences per optimizer step over all GPUs")
-    train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
-    train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
+    train("--global-batch-size", type=count, metavar="N", help="sequences per optimizer step over all GPUs")
+    train("--longest", action="store_true", help="search for the longest sequence that fits, in place of --max-length")
+    train("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free (default: 0.1)")
     add_training_options(train, recipes())
     parser.set_defaults(run=_config)
 

@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hf_fsdp_tools.cli.options import (
     add_training_options,
     amount,
     described,
+    examples,
     explicit_fields,
     prepare_model,
     progress,
@@ -44,20 +45,55 @@ class Estimate:
 def add_estimate(commands: Any) -> None:
     """Add the command `estimate`."""
     about = "predict memory, step time, tokens/s and cost of a training, without weights and without a GPU"
-    parser = commands.add_parser("estimate", help=about, description=about)
+    epilog = examples(
+        "estimate Qwen/Qwen3-8B --num-processes 8 --activation-checkpointing",
+        "estimate Qwen/Qwen3-8B --gpu rtx-4090 --load-in-4bit --lora-r 16 --max-length 2048",
+        "estimate meta-llama/Llama-3.1-70B --num-processes 64 --compare --tokens 1e9 --price 2.5",
+    )
+    parser = commands.add_parser("estimate", help=about, description=about, epilog=epilog)
     add_model(parser)
-    add_machine_options(parser.add_argument_group("machines").add_argument)
+    machines = parser.add_argument_group("machines").add_argument
+    add_machine_options(machines, processes="1", gpu="h100-80gb")
     add_training_options(parser.add_argument_group("training").add_argument, recipes())
     shard = parser.add_argument_group("sharding").add_argument
     add_sharding_options(shard)
-    about = "makes units by the plan (default), one for the whole model, or no FSDP"
+    about = "units by the plan (default), one for the whole model, or no FSDP"
     shard("--wrapping", choices=tuple(_WRAPPINGS), help=about)
     show = parser.add_argument_group("what is shown").add_argument
-    show("--tokens", type=amount, metavar="N", help="adds the hours and the cost of so many tokens, such as 1e9")
-    show("--price", type=amount, metavar="X", help="sets the price of one GPU for one hour, for the cost of --tokens")
-    show("--explain", action="store_true", help="adds what takes most memory at the peak: module and operator of each")
-    show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
+    show("--tokens", type=amount, metavar="N", help="tokens to train on, such as 1e9: show hours and cost too")
+    show("--price", type=amount, metavar="X", help="price of one GPU for one hour, for the cost of --tokens")
+    show("--explain", action="store_true", help="show what takes most memory at the peak: module and operator of each")
+    show("--compare", action="store_true", help="show the plan, root-only wrapping and no wrapping beside each other")
     parser.set_defaults(run=_estimate)
+
+
+def add_gpus(commands: Any) -> None:
+    """Add the command `gpus`."""
+    about = "list the GPUs that estimates know, with their memory, speed and links"
+    epilog = examples("gpus", "gpus h100")
+    parser = commands.add_parser("gpus", help=about, description=about, epilog=epilog)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="part of a name (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
+    parser.set_defaults(run=_gpus)
+
+
+def _gpus(options: argparse.Namespace) -> None:
+    from hf_fsdp_tools.foresight.timing.hardware import GPUS
+
+    known = [gpu for gpu in GPUS.values() if (options.name or "").lower() in gpu.name]
+    if not known:
+        raise ConfigError(f"no GPU of the table has {options.name!r} in its name; `hf-fsdp gpus` lists all")
+    if options.json:
+        print(json.dumps([asdict(gpu) for gpu in known], indent=1))
+        return
+    rows: list[tuple[str, ...]] = [("--gpu", "memory", "bf16", "bandwidth", "link", "network per GPU")]
+    for gpu in known:
+        link = f"{gpu.link} {gpu.link_bandwidth / 1e9:,.0f} GB/s"
+        speed, memory = f"{gpu.bf16 / 1e12:,.0f} Tflop/s", f"{gpu.memory_bandwidth / 1e9:,.0f} GB/s"
+        rows.append(
+            (gpu.name, f"{gpu.memory_bytes / 2**30:.1f} GiB", speed, memory, link, f"{gpu.network_gbit_s:g} Gbit/s")
+        )
+    print("\n".join(table(rows, right=(1, 2, 3, 4, 5))))
 
 
 def _estimate(options: argparse.Namespace) -> None:

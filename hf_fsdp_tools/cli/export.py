@@ -12,7 +12,7 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.options import add_class_and_json, parse_dtype
+from hf_fsdp_tools.cli.options import add_class_and_json, examples, parse_dtype
 from hf_fsdp_tools.errors import FSDPToolsError, warn
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_export(commands: Any) -> None:
     """Add the command `export`."""
-    about = "write a training state, or a base with its adapter, as a Hugging Face checkpoint, in little memory"
+    about = "write a training state as a Hugging Face checkpoint, or merge an adapter into its base, in little memory"
     more = (
         "STATE is a folder that Accelerate's save_state, the Trainer (checkpoint-500), torch.distributed.checkpoint or "
         "this package saved, from any number of ranks; or a checkpoint that is to be cast or cut into other files. The "
@@ -29,19 +29,24 @@ def add_export(commands: Any) -> None:
         "merge_and_unload, bit for bit, in the dtype of the base. Tokenizer files beside STATE are copied. Under "
         "torchrun the processes share the work."
     )
-    parser = commands.add_parser("export", help=about, description=f"{about}. {more}")
+    epilog = examples(
+        "export output/checkpoint-500 model",
+        "export Qwen/Qwen3-8B merged --adapter lora",
+        "export merged --adapter lora",
+    )
+    parser = commands.add_parser("export", help=about, description=f"{about}. {more}", epilog=epilog)
     add = parser.add_argument
-    add("source", metavar="STATE", nargs="?", help="reads this training state or base (default: the adapter's base)")
-    add("folder", type=Path, metavar="OUT", help="writes this folder; what is there stays until all is written")
-    add("--adapter", metavar="NAME", help="merges this adapter: a folder with adapter_config.json, or a hub name")
-    add("--dtype", metavar="DTYPE", help="casts the weights, such as to bfloat16 (default: as they are)")
-    add("--keep-stored-format", action="store_true", help="merges into a base in fine-grained FP8, and quantises again")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="limits a weight file (default: %(default)s)")
-    add("--no-heads", action="store_false", dest="carry_heads", help="leaves out heads that transformers ignores (MTP)")
-    add("--config", metavar="NAME", help="takes the model's config from there, if it is not beside the weights")
-    add("--revision", metavar="NAME", help="reads this branch, tag or commit on the hub")
-    add("--subfolder", metavar="NAME", help="reads this folder within the checkpoint")
-    add("--allow-pickle", action="store_true", help="reads legacy .bin files (no code of theirs is run)")
+    add("source", metavar="STATE", nargs="?", help="training state or base (default: the adapter's base)")
+    add("folder", type=Path, metavar="OUT", help="folder to write; what is there stays until all is written")
+    add("--adapter", metavar="NAME", help="adapter to merge: a folder with adapter_config.json, or a hub name")
+    add("--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: as they are)")
+    add("--keep-stored-format", action="store_true", help="merge into a base in fine-grained FP8, and quantise again")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: %(default)s)")
+    add("--no-heads", action="store_false", dest="carry_heads", help="leave out heads that transformers ignores (MTP)")
+    add("--config", metavar="NAME", help="model's config, where it is not beside the weights")
+    add("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+    add("--subfolder", metavar="NAME", help="folder within the checkpoint")
+    add("--allow-pickle", action="store_true", help="read legacy .bin files (no code of theirs is run)")
     add_class_and_json(add)
     parser.set_defaults(run=_export)
 

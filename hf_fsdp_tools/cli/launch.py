@@ -3,6 +3,7 @@
 import argparse
 import ast
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -39,8 +40,10 @@ def shipped(folder: str) -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that `accelerate launch` starts, by name."""
-    return {path.stem: path for path in sorted(shipped("recipes").glob("[a-z]*.py"))}
+    """The recipes that `accelerate launch` starts, by name: the usual first."""
+    found = {path.stem: path for path in sorted(shipped("recipes").glob("[a-z]*.py"))}
+    usual = [name for name in ("finetune", "pretrain", "dpo", "grpo", "distill") if name in found]
+    return {name: found[name] for name in dict.fromkeys([*usual, *found])}
 
 
 def add_recipes(commands: Any) -> None:
@@ -48,8 +51,8 @@ def add_recipes(commands: Any) -> None:
     for stem, path in recipes().items():
         name = stem.replace("_", "-")
         about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or stem).splitlines()[0]
-        about = about[:1].lower() + about[1:].rstrip(".")
-        parser = commands.add_parser(name, aliases=[stem] if stem != name else [], help=about, add_help=False)
+        about = re.split(r"[,:;] (?![^(]*\))|\.$", about)[0].replace(" under FSDP2", "")
+        parser = commands.add_parser(name, help=f"{about[:1].lower()}{about[1:]}", add_help=False)
         parser.set_defaults(run=partial(_launch, path), rest=[])
 
 

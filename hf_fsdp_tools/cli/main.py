@@ -10,14 +10,16 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hf_fsdp_tools import __version__
 from hf_fsdp_tools.cli.config import add_config
-from hf_fsdp_tools.cli.estimate import add_estimate
+from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
+from hf_fsdp_tools.cli.options import examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
@@ -27,13 +29,15 @@ from hf_fsdp_tools.text import did_you_mean
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one `hf-fsdp` command; return the exit code: 1 for an error, also one that `doctor` finds, else 0."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    words[:1] = [word.replace("_", "-") for word in words[:1]]  # a recipe, by the name of its file
     parser = _parser()
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
     if not words[0].startswith("-") and words[0] not in commands:
-        parser.error(f"{words[0]!r} is no command{did_you_mean(words[0], commands, otherwise='; --help lists all')}")
+        cure = _ELSEWHERE.get(words[0]) or did_you_mean(words[0], commands, otherwise="; --help lists all")
+        parser.error(f"{words[0]!r} is no command{cure}")
     options, rest = parser.parse_known_args(words)
     if hasattr(options, "rest"):  # a recipe, which has options of its own
         options.rest = words[1:]
@@ -58,8 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Help whose tables and examples keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that understands `--config_file` for `--config-file`, as Accelerate's does, and prints no usage."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in args or ()]
@@ -69,13 +83,46 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+_GROUPS = {
+    "start here": (add_doctor, add_gpus, add_estimate, add_config),
+    "train": (add_recipes,),
+    "checkpoints": (add_export,),
+    "look inside": (add_plan, add_prove),
+}
+"""The commands, in the order in which they are used."""
+
+_ELSEWHERE = {
+    "merge": ": `hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter",
+    "tune": ": `hf-fsdp config NAME` searches for the fastest settings that fit",
+    "train": ": `hf-fsdp finetune` trains, and so do the other recipes that --help lists",
+}
+"""Where to find what other tools call so."""
+
+
+def _column(name: str, about: str) -> str:
+    return textwrap.fill(about, 100, initial_indent=name, subsequent_indent=" " * len(name))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hf-fsdp", description="Shard Hugging Face models with PyTorch FSDP.")
+    parser = _Parser(
+        prog="hf-fsdp", usage="hf-fsdp COMMAND ...", description="Shard Hugging Face models with PyTorch FSDP."
+    )
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"hf-fsdp {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_recipes, add_plan, add_doctor, add_estimate, add_config, add_prove, add_export):
-        add(commands)
+    commands: Any = parser.add_subparsers(metavar="COMMAND", required=True, prog="hf-fsdp", help=argparse.SUPPRESS)
+    lines = []
+    for title, adders in _GROUPS.items():
+        former = len(commands._choices_actions)
+        for add in adders:
+            add(commands)
+        rows = [(f"  {each.dest:<16} ", f"{each.help}") for each in commands._choices_actions[former:]]
+        lines += [f"{title}:", *(_column(*row) for row in rows), ""]
+    usual = (
+        "doctor",
+        "config Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
+        "finetune --config_file qwen.yaml --config qwen.run.yaml --dataset_name trl-lib/Capybara",
+    )
+    parser.epilog = "\n".join([*lines, examples(*usual), "", "Each command has --help."])
     for command in commands.choices.values():
         command.set_defaults(command=command)
     return parser

@@ -44,9 +44,14 @@ def truth(text: str) -> bool:
     return text.lower() == "true"
 
 
+def examples(*commands: str) -> str:
+    """The end of a command's help."""
+    return "\n".join(["examples:", *(f"  hf-fsdp {each}" for each in commands)])
+
+
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the model, its class, whether its code may run, and `--json`."""
-    about = "reads this model: a hub name, a local folder, or the path of a config.json"
+    about = "hub name, local folder, or path of a config.json"
     parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
     add_class_and_json(parser.add_argument)
 
@@ -54,12 +59,12 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
 def add_class_and_json(add: Callable[..., Any]) -> None:
     """Add the model's class, whether its code may run, and `--json`."""
     about = (
-        "builds this class of transformers (default: the one that the config names): AutoModelFor followed by "
-        "CausalLM, Seq2SeqLM, SequenceClassification, ImageTextToText, …; AutoModel; or a model class"
+        "class of the model (default: the one that the config names): AutoModelFor followed by CausalLM, Seq2SeqLM, "
+        "SequenceClassification, ImageTextToText, …; AutoModel; or a model class of transformers"
     )
     add("--auto-class", metavar="CLASS", help=about)
-    add("--trust-remote-code", action="store_true", help="runs model code that comes with the checkpoint")
-    add("--json", action="store_true", help="prints one JSON value instead of text")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
+    add("--json", action="store_true", help="print one JSON value instead of text")
 
 
 def refuse(options: argparse.Namespace, names: Iterable[str], reason: str) -> None:
@@ -127,43 +132,45 @@ ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 """Address in a file for several machines where none is given: the command that starts each machine gives it."""
 
 
-def add_machine_options(add: Callable[..., Any]) -> None:
-    """Add how many processes and machines there are, of what kind, and how fast they are linked."""
-    add("--num-processes", type=count, metavar="N", help="runs N processes over all machines, one for each GPU")
-    add("--num-machines", type=count, metavar="N", help="runs on N machines, with equally many processes each")
-    add("--gpu", metavar="NAME", help="plans for this kind of GPU: a100-40gb, h100-80gb, h200-141gb, rtx-4090, …")
-    about = "sets the Gbit/s of one machine, all network cards together (default: the usual)"
+def add_machine_options(add: Callable[..., Any], *, processes: str, gpu: str) -> None:
+    """Add how many processes and machines there are, of what kind, and how fast they are linked; what is usual."""
+    about = f"number of processes over all machines, one for each GPU (default: {processes})"
+    add("--num-processes", type=count, metavar="N", help=about)
+    about = f"number of machines (default: {_GPUS_PER_MACHINE} GPUs each)"
+    add("--num-machines", type=count, metavar="N", help=about)
+    add("--gpu", metavar="NAME", help=f"kind of GPU, as `hf-fsdp gpus` lists them (default: {gpu})")
+    about = "network of one machine in Gbit/s, all cards together (default: as `hf-fsdp gpus` says)"
     add("--network-gbit-s", type=amount, metavar="X", help=about)
-    about = "sets the GB/s between the GPUs of a machine, as nccl-tests' bus bandwidth (default: the usual)"
+    about = "link between the GPUs of a machine in GB/s, as nccl-tests' bus bandwidth (default: as `hf-fsdp gpus` says)"
     add("--link-gb-s", type=amount, metavar="X", help=about)
-    about = "sets the dtype of computation (default: bf16 on GPUs that have it)"
+    about = "dtype of computation (default: bf16 on GPUs that have it)"
     add("--mixed-precision", choices=("no", "bf16", "fp16", "fp8"), help=about)
 
 
 def add_degrees(add: Callable[..., Any]) -> None:
     """Add the degrees of parallelism."""
     for name, about in (
-        ("dp-replicate", "keeps N copies of the model, each sharded (HSDP)"),
-        ("cp", "has N processes share each row, with a part of every sequence (context parallelism)"),
-        ("tp", "has N processes share each layer, and the rows (tensor parallelism)"),
-        ("ep", "has N processes share the experts (expert parallelism)"),
+        ("dp-replicate", "replicas of the model, each of them sharded (HSDP)"),
+        ("cp", "context-parallel degree: N GPUs share each sequence"),
+        ("tp", "tensor-parallel degree: N GPUs share each layer"),
+        ("ep", "expert-parallel degree: N GPUs share the experts"),
     ):
-        add(f"--{name}-size", type=count, metavar="N", help=about)
+        add(f"--{name}-size", type=count, metavar="N", help=f"{about} (default: 1)")
 
 
 def add_sharding_options(add: Callable[..., Any]) -> None:
     """Add what FSDP does."""
     add_degrees(add)
     switch = {"action": argparse.BooleanOptionalAction}
-    add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
-    about = "recomputes the first of every N blocks alone"
+    add("--activation-checkpointing", **switch, help="recompute activations in the backward pass: slower, less memory")
+    about = "activation checkpointing of the first of every N blocks alone"
     add("--activation-checkpointing-every-n-layers", type=count, metavar="N", help=about)
-    about = "keeps the inputs of blocks that recompute in host memory"
+    about = "activation checkpointing that keeps the inputs of blocks in host memory"
     add("--activation-checkpointing-offload", **switch, help=about)
-    about = "keeps the results of these operators: matmul, attention, or torch's names"
+    about = "operators whose results checkpointed blocks keep: matmul, attention, or torch's names"
     add("--activation-checkpointing-save-ops", type=_names, metavar="A,B", help=about)
-    add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
-    add("--offload-params", **switch, help="keeps shards and optimizer state in host memory")
+    add("--reshard-after-forward", **switch, help="free gathered weights until the backward pass: slower, less memory")
+    add("--offload-params", **switch, help="keep shards and optimizer state in host memory")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -243,38 +250,38 @@ def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None
 def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
     names = sorted(each.replace("_", "-") for each in recipes)
-    about = "trains as this recipe does; `config --output` writes its options too"
+    about = "recipe that trains (default: a loop or Trainer of your own); `config --output` writes its options too"
     add("--recipe", choices=names, metavar="NAME", help=about)
-    about = "takes N sequences per GPU and micro-step"
+    about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
-    about = "takes N tokens per sequence (default: 4096, or the model's most)"
+    about = "tokens per sequence (default: 4096, or the model's most)"
     add("--max-length", dest="seq_len", type=count, metavar="N", help=about)
-    add("--gradient-accumulation-steps", type=count, metavar="N", help="makes N micro-steps per optimizer step")
-    about = "puts N images into a sequence of a vision-language model (default: 1; 0: text alone)"
+    add("--gradient-accumulation-steps", type=count, metavar="N", help="micro-steps per optimizer step")
+    about = "images in a sequence of a vision-language model (default: 1; 0: text alone)"
     add("--images", type=int, metavar="N", help=about)
-    about = "sets the size of an image (default: the one that the model was made for)"
+    about = "size of an image (default: the one that the model was made for)"
     add("--image-size", type=_image_size, metavar="HxW", help=about)
-    about = "reduces gradients in each micro-step (default), or once after the last"
+    about = "reduce gradients in each micro-step (default), or once after the last"
     add("--sync-each-batch", action=argparse.BooleanOptionalAction, help=about)
     dtypes = {"choices": ("fp32", "bf16", "fp16")}
-    add("--master-dtype", **dtypes, help="sets the dtype of the weights that are updated (default: fp32)")
-    add("--reduce-dtype", **dtypes, help="sets the dtype in which gradients are reduced (default: fp32)")
-    about = "steps with adamw (default), adamw_foreach, adamw_8bit, muon, sgd or sgd_momentum"
+    add("--master-dtype", **dtypes, help="dtype of the weights that are updated (default: fp32)")
+    add("--reduce-dtype", **dtypes, help="dtype in which gradients are reduced (default: fp32)")
+    about = "optimizer: adamw (default), adamw_foreach, adamw_8bit, muon, sgd or sgd_momentum"
     add("--optimizer", metavar="NAME", help=about)
-    add("--lora-r", type=count, metavar="R", help="trains LoRA adapters of rank R (default: all parameters)")
-    add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")
-    about = "drops inputs of adapters at this rate (default: 0, which `config` writes; TRL's own is 0.05)"
+    add("--lora-r", type=count, metavar="R", help="rank of LoRA adapters (default: all parameters are trained)")
+    add("--lora-target-modules", metavar="A,B", help="modules that LoRA adapts (default: all-linear)")
+    about = "dropout of LoRA (default: 0, which `config` writes; TRL's own is 0.05)"
     add("--lora-dropout", type=float, metavar="X", help=about)
-    about = "holds these models too, in shards that are not trained: a teacher, a reference"
+    about = "models that are held beside, in shards that are not trained: a teacher, a reference"
     add("--frozen-models", type=_names, metavar="A,B", help=about)
-    add("--freeze-vision-tower", action="store_const", const=True, help="does not train the image encoder")
-    add("--load-in-4bit", action="store_const", const=True, help="holds the base of LoRA in 4 bits (QLoRA)")
-    add("--dequantize", type=truth, metavar="BOOL", help="false: keeps a quantised base of LoRA as it is stored")
-    about = "makes logits in pieces (the recipes, TRL, Liger; default for causal models) or whole (transformers' loss)"
+    add("--freeze-vision-tower", action="store_const", const=True, help="train all but the image encoder")
+    add("--load-in-4bit", action="store_const", const=True, help="base of LoRA in 4 bits (QLoRA)")
+    add("--dequantize", type=truth, metavar="BOOL", help="false: LoRA on a base as it is stored (default: true)")
+    about = "logits in pieces (recipes, TRL, Liger; default for causal models) or whole (transformers' own loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
-    add("--attn-implementation", choices=kernels, help="uses these attention kernels (default: sdpa)")
-    add("--torch-compile", dest="compile", action="store_const", const=True, help="compiles each block")
+    add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")
+    add("--torch-compile", dest="compile", action="store_const", const=True, help="compile each block")
 
 
 def _image_size(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from hf_fsdp_tools.cli.options import (
     amount,
     check_writable,
     count,
+    examples,
     parse_dtype,
     prepare_model,
     refuse,
@@ -23,17 +24,18 @@ from hf_fsdp_tools.text import within
 
 def add_plan(commands: Any) -> None:
     """Add the command `plan`."""
-    about = "show what would be sharded together, why, and how much is gathered at once (no weights are read)"
-    parser = commands.add_parser("plan", help=about, description=about)
+    about = "show what would be sharded together, why, and how much is gathered at once (no weights)"
+    epilog = examples("plan Qwen/Qwen3-8B", "plan Qwen/Qwen3-30B-A3B --blocks --dtype bfloat16")
+    parser = commands.add_parser("plan", help=about, description=about, epilog=epilog)
     add_model(parser)
     add = parser.add_argument
-    about_blocks = "also shows what repeats in the model: blocks, embeddings, final norm, head, ties"
+    about_blocks = "also show what repeats in the model: blocks, embeddings, final norm, head, ties"
     add("--blocks", action="store_true", help=about_blocks)
-    about_units = "makes units of modules outside blocks with more parameters than N, such as 2e7"
+    about_units = "parameters from which a module outside blocks is a unit (default: as many as a block)"
     add("--min-unit-params", type=amount, metavar="N", help=about_units)
-    add("--block-types", metavar="A,B", help="takes these class names or fqn patterns for blocks, not the detected")
-    add("--dtype", metavar="DTYPE", help="counts weights of this dtype, such as bfloat16 (default: the config's)")
-    add("--output", type=Path, metavar="FILE", help="also writes the plan as JSON")
+    add("--block-types", metavar="A,B", help="class names or fqn patterns of blocks (default: detected)")
+    add("--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: the config's)")
+    add("--output", type=Path, metavar="FILE", help="file for the plan as JSON")
     parser.set_defaults(run=_plan)
 
 
@@ -71,15 +73,16 @@ def _plan(options: argparse.Namespace) -> None:
 def add_doctor(commands: Any) -> None:
     """Add the command `doctor`."""
     about = (
-        "check this machine, an Accelerate config (--config_file), or with NAME how a model would be sharded on N "
-        "processes: units, bytes per rank, what is split along which dimension (no weights, no GPUs)"
+        "check this machine, an Accelerate config (--config_file), or with NAME how a model would be sharded (no "
+        "weights, no GPUs)"
     )
     more = "The exit status is 1 where a finding is an error, so that a job script can stop; else it is 0."
-    parser = commands.add_parser("doctor", help=about, description=f"{about}. {more}")
+    epilog = examples("doctor", "doctor --config_file 8x80gb", "doctor Qwen/Qwen3-8B --num-processes 8")
+    parser = commands.add_parser("doctor", help=about, description=f"{about}. {more}", epilog=epilog)
     add_model(parser, optional=True)
-    about = "checks this file for `accelerate launch`, or the one of that name that comes with the package"
+    about = "file for `accelerate launch`, or name of one that comes with the package"
     parser.add_argument("--config-file", metavar="FILE", help=about)
-    about = "shards the model of NAME over N processes (default: 8)"
+    about = "processes that share the model of NAME (default: 8)"
     parser.add_argument("--num-processes", type=count, metavar="N", help=about)
     parser.set_defaults(run=_doctor)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, count, prepare_model
+from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, count, examples, prepare_model
 from hf_fsdp_tools.errors import ConfigError
 
 _MOST_PROCESSES = 4
@@ -16,26 +16,27 @@ _MOST_PROCESSES = 4
 def add_prove(commands: Any) -> None:
     """Add the command `prove`."""
     about = (
-        "train a tiny model of NAME's kind under a layout on CPU ranks, beside one process: loss, gradients, a step, "
-        "evaluation and saved files must agree (no weights are read, no GPUs)"
+        "train a tiny model of NAME's kind on CPU ranks and in one process: loss, gradients, a step, evaluation and "
+        "saved files must agree (no weights, no GPUs)"
     )
     more = "The exit status is 0 where all agrees, else 1. SCRIPT.py is run but for its `if __name__` part."
-    parser = commands.add_parser("prove", help=about, description=f"{about}. {more}")
+    epilog = examples("prove Qwen/Qwen3-8B --cp-size 2", "prove my_script.py --config-file 8x80gb --lora")
+    parser = commands.add_parser("prove", aliases=["verify"], help=about, description=f"{about}. {more}", epilog=epilog)
     about = (
         "a hub name, a local folder, the path of a config.json, or a SCRIPT.py which sets `model` (one of these) and, "
         "as a Trainer takes them, train_dataset, data_collator, args, peft_config"
     )
     parser.add_argument("model", metavar="NAME", help=about)
     add_class_and_json(parser.add_argument)
-    about = "attends with this function of transformers (default: the model's own choice)"
+    about = "attention function of transformers (default: the model's own choice)"
     parser.add_argument("--attn-implementation", metavar="NAME", help=about)
     layout = parser.add_argument_group("layout").add_argument
-    layout("--config-file", metavar="FILE", help="takes the layout of this file for `accelerate launch`, made small")
-    layout("--num-processes", type=count, metavar="N", help="runs N CPU ranks (default: the fewest that shard)")
+    layout("--config-file", metavar="FILE", help="file for `accelerate launch` whose layout is taken, made small")
+    layout("--num-processes", type=count, metavar="N", help="number of CPU ranks (default: the fewest that shard)")
     add_degrees(layout)
-    layout("--fsdp-version", type=int, choices=(1, 2), help="wraps with FSDP1 or FSDP2 (default: 2)")
-    layout("--activation-checkpointing", action="store_true", help="recomputes activations in the backward pass")
-    layout("--lora", action="store_true", help="trains LoRA adapters on all linear layers")
+    layout("--fsdp-version", type=int, choices=(1, 2), help="version of FSDP (default: 2)")
+    layout("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    layout("--lora", action="store_true", help="train LoRA adapters on all linear layers")
     parser.set_defaults(run=_prove)
 
 

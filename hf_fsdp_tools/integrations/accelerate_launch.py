@@ -1,5 +1,6 @@
 """`accelerate launch`, with one line at its end where a rank fails: what was wrong, the rank itself has said before."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -62,6 +63,7 @@ def _refuse(message: str) -> NoReturn:
 
 def main() -> None:
     """Launch what the command line says, with the keys of this package, which the launcher does not pass on."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank and `_ended` say it
     settings, _ = launch_command_parser().parse_known_args()
     file = yaml.safe_load(Path(settings.config_file).read_text(encoding="utf-8"))  # which `cli.launch` has checked
     for key in OWN_KEYS:

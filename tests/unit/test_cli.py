@@ -1,10 +1,13 @@
 """`hf-fsdp`: what is printed can be read by people and programs, and a mistake is one message with its cure."""
 
+import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ import yaml
 
 from hf_fsdp_tools import FSDPConfig, WrapPlan
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.cli.main import _parser, main
+from hf_fsdp_tools.cli.options import SETUP_FIELDS
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
 
@@ -57,6 +63,7 @@ def test_help_imports_nothing_heavy(words):
     [
         ([], "predict memory, step time"),
         (["estimat"], "'estimat' is no command: did you mean estimate?"),
+        (["merge", "base", "lora"], "`hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter"),
         (["plan"], "the following arguments are required: NAME"),
         (["config", "--mixed-precision", "fp4"], "invalid choice: 'fp4'"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
@@ -70,6 +77,46 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert message in shown and ("usage" in shown) == (not words), "of twenty lines, where nothing was asked"
+
+
+def test_help_has_every_command_once_with_examples_that_parse():
+    parser = _parser()
+    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
+    own = {name for name, each in commands.items() if name == each.prog.split()[-1]}
+    listed = re.findall(r"^  ([a-z][\w-]*) {2,}[a-z]", parser.epilog, re.MULTILINE)
+    assert sorted(listed) == sorted(own) and {"gpus", "finetune", "vision-language"} <= own
+    examples = re.findall(
+        r"^  hf-fsdp (.*)", "\n".join([parser.epilog, *(commands[n].epilog or "" for n in own)]), re.M
+    )
+    assert len(examples) > 15
+    for words in map(str.split, examples):
+        options, rest = parser.parse_known_args(words)
+        assert not rest or hasattr(options, "rest"), words
+    tools = [each for name, each in commands.items() if name in own and each.get_default("rest") != []]
+    assert all(each.epilog for each in tools)
+
+
+def test_defaults_in_the_help_of_estimate_are_those_of_a_setup():
+    commands = next(each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
+    usual = {each.name: each.default for each in fields(TrainingSetup)}
+    said = {}
+    for action in commands["estimate"]._actions:
+        found = re.search(r"default: ([\w.-]+)|(\w+) \(default\)", action.help or "")
+        if found and (name := SETUP_FIELDS.get(action.dest, action.dest)) in usual:
+            said[name] = found[1] or found[2]
+    as_described = {"lora_r": "all", "network_gbit_s": "as", "link_gb_s": "as", "image_size": "the", "images": "1"}
+    as_described |= {"wrapping": "plan"}
+    assert len(said) > 15 and as_described.items() <= said.items()
+    for name in said.keys() - as_described.keys() - {"loss", "sync_each_batch"}:
+        assert said[name].lower() == str(usual[name]).removesuffix(".0").lower(), name
+
+
+def test_gpus_are_listed_with_the_figures_that_estimates_take(capsys):
+    code, out, _ = run(capsys, "gpus", "h200")
+    assert code == 0 and out.splitlines()[0].startswith("--gpu") and re.search(r"h200-141gb +\d+\.\d GiB", out)
+    listed = json.loads(run(capsys, "gpus", "--json")[1])
+    assert [each["name"] for each in listed] == [*GPUS]
+    assert run(capsys, "gpus", "h1000")[0] == 1
 
 
 def test_fp8_is_not_estimated(capsys, llama):
