@@ -22,10 +22,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import datasets
-from sentence_transformers import SentenceTransformerTrainer
-from sentence_transformers import SentenceTransformerTrainingArguments as TrainingArguments
-from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+try:
+    from sentence_transformers import SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainingArguments as TrainingArguments
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+except ModuleNotFoundError as error:
+    raise SystemExit(f"embed: error: {error}. pip install sentence-transformers (the extra `embed`).") from None
 from transformers import AutoModel
 from trl import ScriptArguments
 

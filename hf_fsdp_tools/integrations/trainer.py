@@ -306,9 +306,13 @@ class FSDPTrainerMixin(PushingMixin):
             go_on(loader, self._begins_at, reason)
         return loader
 
-    def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
-        """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
-        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip parameters of all meshes together; the Trainer itself would not divide by the loss scale before."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm of all gradients, clipped or not."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), math.inf) if grad_norm is None else grad_norm
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's. A run that had come to its end has nothing left to train."""

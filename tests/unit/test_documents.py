@@ -14,7 +14,8 @@ from hf_fsdp_tools.extensions import fsdp1
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fsdp_tools"
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md")
+DOCUMENTS = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMENTS}
 RECIPES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "recipes").glob("*.py")}
 
