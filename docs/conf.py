@@ -17,7 +17,8 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 project = "hf_fsdp_tools"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/models/*.md", "benchmarks/results/**.md"]
+include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns += ["docs/*.md", "docs/models/*.md", "benchmarks/results/**.md"]
 html_extra_path = ["index.html", "llms.txt"]  # at the top of the site, where hosts and agents look for them
 html_theme = "furo"
 html_title = "hf_fsdp_tools"

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
+from hf_fsdp_tools.extensions.divided_head import DividedHead, as_no_view
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.alike import IGNORED
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
@@ -114,7 +114,7 @@ class DividedLayers(Feature):
             return
         is_usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
         if is_usual and "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names:
-            divided = _Divided(model, head, group)
+            divided = DividedHead(model, head, group, ALL_PARALLEL_STYLES["colwise"].install_forward)
             yield divided
             yield Hook(model, Phase.LABELS, divided.before)
             yield Hook(model, Phase.WORDS, divided.after)
@@ -359,23 +359,7 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
 def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
     output = inner(*args, **kwargs)
     is_view = isinstance(output, torch.Tensor) and not isinstance(output, DTensor) and output._is_view()
-    return _as_no_view(output) if is_view and output.requires_grad else output
-
-
-class _NoView(torch.autograd.Function):
-    """The same memory as a tensor that is no view: what styles give are views of DTensors, to which nothing may be
-    written (Llama 4 does), and of which FSDP2 warns."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-_as_no_view: Callable[..., torch.Tensor] = _NoView.apply
+    return as_no_view(output) if is_view and output.requires_grad else output
 
 
 def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:
@@ -522,110 +506,3 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
         run_on_meta(twin, 4 * tp_size)
     return taken
-
-
-# ---- a head whose words are divided ----
-#
-# No rank ever holds all logits. In training with labels, each rank keeps the logits of its own words. Three numbers of
-# each token are summed over the group: the largest logit, the sum of exponentials, and the logit of the label
-# (Megatron-LM, arXiv 1909.08053, 3). In evaluation, and without labels, logits are whole.
-
-
-class _Divided:
-    """A divided head of a model and its loss, until it is removed."""
-
-    def __init__(self, model: Any, head: Any, group: DeviceMesh) -> None:
-        self._model, self._head, self._group = model, head, group
-        self._is_part = False
-        self._former = model.__dict__.get("_loss_function")
-        if isinstance(getattr(getattr(self._former, "func", None), "__self__", None), _Divided):
-            model.loss_function = self._former = self._former.args[0]  # this model is a copy of one with a divided head
-        head.__dict__.pop("forward", None)
-        ALL_PARALLEL_STYLES["colwise"].install_forward(head, group)  # which gives this rank's part
-        head.forward = partial(self._run_head, head.forward)
-        model.loss_function = partial(self._loss, model.loss_function)
-
-    def remove(self) -> None:
-        """Give the model its own loss and the head its own style back."""
-        self._model.__dict__.pop("_loss_function", None)
-        if self._former is not None:
-            self._model.loss_function = self._former
-        install_style(self._head)
-
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look whether this pass computes a loss of parts."""
-        given = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
-        labels = given.get("labels") if given.get("labels") is not None else given.get("shift_labels")
-        self._is_part = model.training and labels is not None
-
-    def _run_head(self, inner: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        part = inner(hidden)
-        if part.requires_grad and self._is_part:
-            part = _as_no_view(part)
-        return part if self._is_part else self._whole(part)
-
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = self._as_dtensor(part).redistribute(placements=[Replicate()]).to_local()
-        return _as_no_view(whole) if whole.requires_grad else whole
-
-    def _as_dtensor(self, part: torch.Tensor) -> DTensor:
-        return DTensor.from_local(part, self._group, [Shard(-1)], run_check=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Divided":
-        return self  # a copied model is given one of its own, see `DividedLayers`
-
-    def _loss(
-        self, inner: Callable[..., torch.Tensor], logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any
-    ) -> Any:
-        if not self._is_part:
-            return inner(logits, labels, vocab_size, **kwargs)
-        targets = kwargs.get("shift_labels")
-        if targets is None:
-            targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        ignored = kwargs.get("ignore_index", IGNORED)
-        targets = targets.reshape(-1).to(logits.device)
-        words = logits.shape[-1] * self._group.size()
-        torch._assert_async(  # as torch's own cross entropy; each rank would take the word for another rank's
-            ((targets == ignored) | ((targets >= 0) & (targets < words))).all(), f"a label is none of the {words} words"
-        )
-        first = self._group.get_local_rank() * logits.shape[-1]
-        losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's own
-            logits.float().view(-1, logits.shape[-1]), targets, targets == ignored, first, self._group.get_group()
-        )
-        count = kwargs.get("num_items_in_batch")
-        count = (targets != ignored).sum() if count is None else count
-        return losses.sum() / (count.to(losses.device) if torch.is_tensor(count) else count)
-
-    def after(self, model: nn.Module, args: object, output: Any) -> Any:
-        """Let the logits of a part be a DTensor, of which `full_tensor()` gives all."""
-        if self._is_part and isinstance(output, dict) and isinstance(output.get("logits"), torch.Tensor):
-            output["logits"] = self._as_dtensor(output["logits"])
-        self._is_part = False
-        return output
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The cross entropy of each token, of logits of which this rank has those of some words; 0 where it is ignored."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Any, targets: Any, ignored: Any, first: int, group: dist.ProcessGroup) -> Any:
-        """From logits (tokens, words of this rank) in fp32, and targets among the words of all ranks."""
-        most = logits.amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        exponentials = logits - most[:, None]
-        is_own = (targets >= first) & (targets < first + logits.shape[-1])
-        places = torch.where(is_own, targets - first, 0)[:, None]
-        sums = torch.stack([torch.where(is_own, exponentials.gather(1, places)[:, 0], 0.0), most])
-        sums[1] = exponentials.exp_().sum(-1)
-        dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[1][:, None]), places, is_own & ~ignored, ignored)
-        return torch.where(ignored, 0.0, sums[1].log() - sums[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        """The gradient of this rank's logits: probabilities, less 1 at the target."""
-        softmax, places, is_own, ignored = ctx.saved_tensors
-        gradient = torch.where(ignored, 0.0, gradient)
-        of_logits = softmax * gradient[:, None]
-        of_logits.scatter_add_(1, places, -torch.where(is_own, gradient, 0.0)[:, None])
-        return of_logits, None, None, None, None
