@@ -38,6 +38,7 @@ KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
 
 def main() -> int:
     """Paste into every document; return the exit code."""
+    os.environ["COLUMNS"] = "110"  # for the help of commands
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say which documents are out of date")
     about = "run the recorded commands with this word in them (default: all), which takes minutes"
@@ -76,7 +77,10 @@ def printed(command: str) -> list[str]:
             if (config := CONFIGS.get(word.rpartition("/")[2])) is not None:
                 words[index] = str(Path(folder, word))
                 config.save_pretrained(words[index])
-        code = hf_fsdp(words)
+        try:
+            code = hf_fsdp(words)
+        except SystemExit as ended:  # of --help
+            code = int(ended.code or 0)
     if code:
         raise SystemExit(f"{command!r} ended with {code}")
     return text.getvalue().replace(f"{folder}/", "").splitlines()
