@@ -1,7 +1,7 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import math
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from copy import copy
 from os import PathLike
 from pathlib import Path
@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
-from accelerate.utils.constants import SCALER_NAME
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +27,7 @@ from hf_fsdp_tools.integrations.accelerator_state import (
     fetch_state,
     files_of,
     load_models,
+    load_optimizer,
     load_schedulers,
     numbered_states,
     owner_of,
@@ -44,7 +44,7 @@ from hf_fsdp_tools.integrations.model import (
     refuse_under_version1,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import stored_format, using_format
 from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
@@ -162,8 +162,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         To a name in a store (`s3://…`), each rank writes its part to the system's place for temporary files and puts it
         from there; with `blocking=False`, in the background. It must hold no state: these are not replaced there.
         """
-        if self.distributed_type != DistributedType.FSDP:
-            return super().save_state(output_dir, safe_serialization, **options)
         naming = self.project_configuration
         automatic = naming.automatic_checkpoint_naming
         if output_dir is None and not automatic:
@@ -214,9 +212,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
         From a store (`s3://…`), each rank reads of models and optimizers the bytes of its shards. Every rank must call.
         """
-        if self.distributed_type != DistributedType.FSDP:
-            super().load_state(input_dir, load_kwargs, **options)
-            return
         wait_for_saves()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
@@ -230,21 +225,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                     cure = f"Rename {str(former)!r}, where a save that was cut off left it"
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
-        with ExitStack() as stack:
-            optimizers = [
-                (i, optimizer, owner_of(optimizer, self._models))
-                for i, optimizer in enumerate(self._optimizers)
-                if not any(name in absent for name in files_of("optimizer", i))
-            ]
-            for i, optimizer, model in optimizers:
-                stack.enter_context(awaiting_state(model, optimizer, folder, i))
-            stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder), folder))
+        pairs = [(optimizer, owner_of(optimizer, self._models)) for optimizer in self._optimizers]
+        with using_format(self.state.fsdp_plugin, stored_format(folder), folder):
             load_models(self, folder)
-            stack.enter_context(_apart(self, without_scaler=SCALER_NAME in absent))
-            super().load_state(str(folder), load_kwargs, **options)
-            for i, optimizer, model in optimizers:
-                plain = getattr(optimizer, "optimizer", optimizer)
-                load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
+            for i, (optimizer, model) in enumerate(pairs):
+                if files_of(OPTIMIZER_NAME, i)[0] not in absent:
+                    load_optimizer(self, optimizer, model, folder, i)
+            scaler = None if SCALER_NAME in absent else self.scaler
+            # all but models, optimizers and schedulers, which Accelerate would pair by their numbers
+            with replaced(self, _models=[], _optimizers=[], _schedulers=[], scaler=scaler):
+                super().load_state(str(folder), load_kwargs, **options)
         restore_positions(self, folder)
         load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
         # ranks without a file of their own would accumulate out of step
@@ -324,9 +314,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         **options: Any,
     ) -> None:
         """Write a sharded model as a Hugging Face folder, by `save_pretrained`. Every rank must call."""
-        if self.distributed_type != DistributedType.FSDP:
-            super().save_model(model, save_directory, max_shard_size, **options)
-            return
         if not options.pop("safe_serialization", True) or options:
             raise ConfigError("save_model: sharded models are written as safetensors. Leave out safe_serialization.")
         save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size, blocking=blocking)
@@ -374,12 +361,6 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark
-
-
-def _apart(accelerator: Any, *, without_scaler: bool) -> AbstractContextManager[None]:
-    """Let Accelerate load all but models, and optimizers and schedulers, which it would pair with them by numbers."""
-    scaler = None if without_scaler else accelerator.scaler
-    return replaced(accelerator, _models=[], _optimizers=[], _schedulers=[], scaler=scaler)
 
 
 class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed

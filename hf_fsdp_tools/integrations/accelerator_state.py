@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
-from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from accelerate.utils.other import load as load_by_accelerate
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.integrations.resume import check_parts
+from hf_fsdp_tools.integrations.resume import awaiting_state, check_parts, stored_format, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
@@ -227,6 +227,13 @@ def load_models(accelerator: Any, folder: Path) -> None:
             load_fsdp_model(plugin, accelerator, model, str(folder), i, adapter_only=True)
 
 
+def load_optimizer(accelerator: Any, optimizer: Any, model: nn.Module, folder: Path, index: int = 0) -> None:
+    """Load the state of an optimizer of a model, as Accelerate does, in the stored format. Every rank must call."""
+    plugin, optimizer = accelerator.state.fsdp_plugin, getattr(optimizer, "optimizer", optimizer)
+    with awaiting_state(model, optimizer, folder, index), using_format(plugin, stored_format(folder), folder):
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
+
+
 def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
     """The names of what a state holds of a `PeftModel`, if that is the adapter alone; none where it holds the base."""
     sharded, pickled = (folder / name for name in files_of(FSDP_MODEL_NAME, index))
@@ -281,31 +288,24 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
 
     Every rank must call.
     """
-    random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
 
-    def absent_parts() -> Iterator[tuple[str, str]]:
-        names_of_files = {path.name for path in folder.iterdir()}
-        is_local = any("_rank" in name for name in names_of_files)  # LOCAL_STATE_DICT, in which each rank has its files
+    def parts() -> Iterator[tuple[Sequence[str], str]]:
+        there = {path.name for path in folder.iterdir()}
+        is_local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
         models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
-        if lost := [names for names in models if not is_local and not names_of_files.intersection(names)]:
+        if lost := [names for names in models if not is_local and not there.intersection(names)]:
             raise CheckpointError(
                 f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
                 f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
             )
-        for i in range(len(accelerator._optimizers)):
-            if not names_of_files.intersection(names := files_of(OPTIMIZER_NAME, i)):
-                yield names[0], "an optimizer"
-        for i in range(len(accelerator._schedulers)):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in names_of_files:
-                yield name, "a scheduler"
-        if accelerator.scaler is not None and SCALER_NAME not in names_of_files:
-            yield SCALER_NAME, "the loss scale"
-        if random_states not in names_of_files:
-            yield random_states, "random states"
+        yield from ((files_of(OPTIMIZER_NAME, i), "an optimizer") for i in range(len(accelerator._optimizers)))
+        yield from ((files_of(SCHEDULER_NAME, i)[1:], "a scheduler") for i in range(len(accelerator._schedulers)))
+        yield from [((SCALER_NAME,), "the loss scale")] * (accelerator.scaler is not None)
+        yield (f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl",), "random states"
 
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
     option = "load_state(…, allow_incomplete=True)"
-    return check_parts(folder, absent_parts, rest, allowed=allow_incomplete, option=option)
+    return check_parts(folder, parts(), rest, allowed=allow_incomplete, option=option)
 
 
 def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:

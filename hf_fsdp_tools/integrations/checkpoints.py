@@ -1,7 +1,7 @@
 """A Trainer's `checkpoint-N` folders: which are complete, what each must hold, and which are deleted."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,9 @@ def complete_checkpoint(requested: str | bool, output_dir: str, *, allowed: Coll
     plain Trainer) with `trainer_state.json`. Returns True where there is no checkpoint at all; the Trainer then says
     so. Every rank must call; rank 0 decides.
     """
-    chosen: str | bool = requested
-    problem = ""
     with agreed("choosing the checkpoint", output_dir):
-        if rank_and_size()[0] == 0:
-            chosen, problem = _choose(requested, output_dir, allowed)
-    chosen, problem = all_ranks((chosen, problem), "choosing the checkpoint")[0]
+        found = _choose(requested, output_dir, allowed) if rank_and_size()[0] == 0 else (requested, "")
+    chosen, problem = all_ranks(found, "choosing the checkpoint")[0]
     if problem:
         raise CheckpointError(problem)
     return chosen
@@ -122,27 +119,21 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     Every rank must call.
     """
     args = trainer.args
-    random_states = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
 
-    def absent_parts() -> Iterator[tuple[str, str]]:
+    def parts() -> Iterator[tuple[Sequence[str], str]]:
         if problem := _problem_of_state(folder, args):  # each rank reads it
             raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
-        if not any((folder / name).exists() for name in STATE_FILES[:2]):
-            others = [path.name for name in ("optimizer.pt", "global_step*") for path in folder.glob(name)]
-            why = f" in shards ({others[0]} is that of a run without FSDP, which is not read)" if others else ""
-            yield STATE_FILES[0], f"the optimizer{why}"
-        if not (folder / SCHEDULER_NAME).is_file():
-            yield SCHEDULER_NAME, "the scheduler"
-        if trainer.accelerator.scaler is not None and not (folder / SCALER_NAME).is_file():
-            yield SCALER_NAME, "the loss scale"
-        if not (folder / random_states).is_file():
-            yield random_states, "random states"
-        if trainer.ema_decay is not None and not (folder / AVERAGES).is_dir():
-            yield f"{AVERAGES}/{METADATA}", "the moving averages"
+        others = [path.name for name in ("optimizer.pt", "global_step*") for path in folder.glob(name)]
+        why = f" in shards ({others[0]} is that of a run without FSDP, which is not read)" if others else ""
+        yield STATE_FILES[:2], f"the optimizer{why}"
+        yield (SCHEDULER_NAME,), "the scheduler"
+        yield from [((SCALER_NAME,), "the loss scale")] * (trainer.accelerator.scaler is not None)
+        yield (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth",), "random states"
+        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (trainer.ema_decay is not None)
 
     option = "allow_incomplete = True in the trainer's class"
-    check_parts(folder, absent_parts, STATE_FILES, allowed=trainer.allow_incomplete, option=option)
+    check_parts(folder, parts(), STATE_FILES, allowed=trainer.allow_incomplete, option=option)
 
 
 def weights_in(folder: Path) -> list[str]:

@@ -114,7 +114,7 @@ class FSDPConfig:
     """Regular expression of whole module names that stay whole on every rank."""
 
     def __post_init__(self) -> None:
-        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self, YAML_KEYS)]
+        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self)]
         if len(problems) == 1:
             raise ConfigError(f"the configuration cannot be used: {problems[0]}")
         if problems:
@@ -180,8 +180,8 @@ class FSDPConfig:
         reasons = {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
         return cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), reasons
 
-    @classmethod
-    def check_file(cls, path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
+    @staticmethod
+    def check_file(path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
         """Findings about a user's own Accelerate config, errors first; empty if every setting will be honoured.
 
         Finds unknown keys (with the nearest names), values of the wrong type, contradictions, an absent or deprecated
@@ -192,9 +192,9 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        from hf_fsdp_tools.integrations.config_file import check_file
+        from hf_fsdp_tools.integrations.interpret import check_file
 
-        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(cls)})
+        return check_file(path)
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -206,9 +206,9 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or asks for a thing that has no meaning here.
         """
-        from hf_fsdp_tools.integrations.config_file import translate_file
+        from hf_fsdp_tools.integrations.interpret import translate_file
 
-        return translate_file(path, YAML_KEYS)
+        return translate_file(path)
 
 
 # ---- the table of settings ----

@@ -4,21 +4,27 @@ A mapping gives fields of FSDPConfig, arguments of the Trainer, a sentence for e
 """
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
+import torch
+import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.settings import Setting, read_strategies, read_value
-from hf_fsdp_tools.modeling.pickles import read_json_object
-from hf_fsdp_tools.text import did_you_mean, quoted
+from hf_fsdp_tools.integrations.config import YAML_KEYS, FSDPConfig
+from hf_fsdp_tools.integrations.settings import MixedPrecision, contradictions, read_strategies, read_value
+from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
+from hf_fsdp_tools.text import did_you_mean, listed, quoted
 
 
 @dataclass(kw_only=True)
@@ -112,11 +118,8 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 """Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
 
 
-def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path = Path()) -> Translation:
-    """The meaning of a file's content.
-
-    `keys` are the settings of section `fsdp_config`; in `folder` lies the JSON that a DeepSpeed section points to.
-    """
+def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
+    """The meaning of a file's content; in `folder` lies the JSON that a DeepSpeed section points to."""
     result = Translation()
     kind = str(data.get("distributed_type", "NO"))
     if is_deepspeed(data):
@@ -132,7 +135,7 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
     if kind == "NO":
         result.fields["num_processes"] = 1
     sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
-        "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
+        "fsdp_config": partial(_fsdp, machines=data.get("num_machines")),
         "parallelism_config": _parallelism,
         "deepspeed_config": partial(_deepspeed, folder=folder),
     }
@@ -188,7 +191,7 @@ def _general(key: str, value: Any, result: Translation) -> None:
         result.say(key, value, "left out: not part of this package's files")
 
 
-def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
+def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
     result.is_version1 = version == "1" and word not in ("true", "false")
@@ -206,11 +209,14 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str,
     _strategies(values, result, machines=machines, may_copy=version != "2")
     for key, value in values.items():
         # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
-        row = keys.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
+        row = YAML_KEYS.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
         if row is None:
-            result.unknown(key, value, keys)
+            result.unknown(key, value, YAML_KEYS)
         elif row.is_old and value is not None:
-            is_same = _as(row.kind, value) == row.fsdp2
+            try:
+                is_same = read_value(row.kind, value) == row.fsdp2
+            except ValueError:
+                is_same = False
             result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
             if not result.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
@@ -260,19 +266,10 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         elif name == "dp_shard_size":
             result.keep(key, value, int, name)
             result.say(key, value, "follows from num_processes and the other sizes")
-        elif name.endswith("_size") and value not in (None, 1):
-            result.say(key, value, "left out: not part of this package")
-            fact = f"{key} is {value}: not part of this package."
-            result.find("error", "refused", fact, "Leave it out.")
         elif value not in (None, 1):
             result.say(key, value, "left out: not part of this package")
-
-
-def _as(kind: Any, value: Any) -> Any:
-    try:
-        return read_value(kind, value)
-    except ValueError:
-        return value
+            if name.endswith("_size"):
+                result.find("error", "refused", f"{key} is {value}: not part of this package.", "Leave it out.")
 
 
 # ---- DeepSpeed ----
@@ -350,3 +347,119 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"deepspeed_config_file {name} cannot be read: {error} Put DeepSpeed's own JSON beside the file."
         ) from None
+
+
+# ---- a file as it is ----
+
+_MIN_NUM_PARAMS = 100_000_000
+"""The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
+
+
+def check_file(path: str | os.PathLike[str]) -> tuple[Finding, ...]:
+    """The findings of `FSDPConfig.check_file`, errors first."""
+    data = _read(Path(path))
+    result = interpret(data, Path(path).parent)
+    return by_severity([*result.findings, *_problems(data, result)])
+
+
+def translate_file(path: str | os.PathLike[str]) -> Translation:
+    """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
+    data = _read(Path(path))
+    is_launch_file = is_deepspeed(data) or "distributed_type" in data
+    if other := [] if is_launch_file else [key for key in data if key not in general_keys()]:
+        raise ConfigError(
+            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
+            "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
+        )
+    result = interpret(data, Path(path).parent)
+    wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
+    if refusal := result.refusal or next(wrong, ""):
+        raise ConfigError(f"{path}: {refusal}")
+    _mend(result)
+    return result
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = load_yaml(path)  # JSON is YAML
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        content = "nothing" if data is None else quoted(data)
+        raise ConfigError(f"{path} is no config: expected `key: value` lines, found {content}")
+    return {str(key): value for key, value in data.items()}
+
+
+def _problems(data: Mapping[str, Any], result: Translation) -> Iterator[Finding]:
+    """Yield the problems of the file as a whole."""
+    fields = {each.name: each.default for each in fields_of(FSDPConfig)} | result.fields
+    error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
+    if (kind := data.get("distributed_type")) != "FSDP":
+        cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
+        yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
+        return
+    if fields["use_cpu"] and "gpu_ids" not in result.fields:
+        fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
+        yield warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
+    if data.get("num_processes") in (None, -1):
+        fact = "num_processes is absent: the launcher stops unless it is told."
+        yield warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
+        return
+    if fields["gpu_ids"] == "all" or (fields["gpu_ids"] == "" and fields["use_cpu"]):
+        fields["gpu_ids"] = None
+    if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
+        fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
+    fields["min_num_params"] = fields["min_num_params"] or None  # some files write 0 for "not used"
+    if result.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
+        fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
+    if "num_processes" not in result.fields:  # found above
+        return
+    processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
+    copies, shared = fields["dp_replicate_size"], {name: fields[name] for name in ("cp_size", "tp_size")}
+    shared = {name: size for name, size in shared.items() if size != 1}
+    if shards is not None and shards * copies * math.prod(shared.values()) != processes:
+        further = "".join(f" times {name} {size}" for name, size in shared.items())
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes "
+        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
+        yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
+    for fact, cure in contradictions(SimpleNamespace(**fields)):
+        yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
+    wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
+    if not fields["use_cpu"] and devices < wanted:
+        fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
+        yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
+
+
+# ---- a config that can be used ----
+
+
+def _mend(result: Translation) -> None:
+    """Replace fields that FSDP2 with this package does otherwise, in place."""
+    fields = result.fields
+    fields.pop("fsdp_version", None)
+    fields.pop("dp_shard_size", None)
+    if fields.get("gpu_ids") in ("all", ""):
+        del fields["gpu_ids"]
+    if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
+        del fields["mixed_precision"]
+        result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
+    if fields.get("cpu_ram_efficient_loading"):
+        fields["cpu_ram_efficient_loading"] = False
+        reason = "false: each rank reads its own shards, which needs less memory and time"
+        result.say("fsdp_cpu_ram_efficient_loading", True, reason)
+    if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
+        fields["state_dict_type"] = "SHARDED_STATE_DICT"
+        result.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
+    policy = fields.get("auto_wrap_policy", "NO_WRAP")
+    needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
+    for needing, name in needs.items():
+        if not fields.get(name) or policy != needing:
+            if name in fields:
+                result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
+            fields.pop(name, None)
+            if policy == needing:
+                del fields["auto_wrap_policy"]
+                plan = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
+                result.say("fsdp_auto_wrap_policy", policy, plan)

@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,12 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
     if function is lambda_auto_wrap_policy:
         return {"units": (_of_module(keywords["lambda_fn"]),)}
     if function is _or_policy:
-        return _together([_settings(part, class_names, min_num_params) for part in keywords["policies"]])
+        together: dict[str, Any] = {}
+        for part in keywords["policies"]:
+            for name, value in _settings(part, class_names, min_num_params).items():
+                is_size, other = name == "min_unit_params", together.get(name)
+                together[name] = value if other is None else min(other, value) if is_size else other + value
+        return together
     if not callable(wrap):
         raise ConfigError(
             f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
@@ -88,15 +93,6 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
     if isinstance(classes, set | frozenset):
         classes = sorted(classes, key=lambda item: item if isinstance(item, str) else item.__qualname__)
     return {"block_types": types} if (types := tuple(classes)) else {}
-
-
-def _together(settings: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    together: dict[str, Any] = {}
-    for name, value in (item for each in settings for item in each.items()):
-        if name in together:
-            value = min(together[name], value) if name == "min_unit_params" else together[name] + value
-        together[name] = value
-    return together
 
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
@@ -161,18 +157,10 @@ def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | N
 class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
-    It differs from the plugin that it extends:
-
-    - Version 2 is the default.
-    - The units are those of `policy`, on every model and for both versions. `TRANSFORMER_BASED_WRAP` with class names,
-      `SIZE_BASED_WRAP` with a size, and torch's policies and functions are translated into it.
-    - Mixed precision reduces gradients in fp32 and does not cast outputs and buffers (Accelerate's own reduces in low
-      precision and casts both).
-    - CPU offload works without a device to pin memory for.
-
-    `docs/settings.md` says what becomes of every setting. Takes the arguments of `FullyShardedDataParallelPlugin`, and
-    `policy`. Nothing is communicated. FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`;
-    `from_pretrained` is for FSDP2.
+    It differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, into which
+    Accelerate's and torch's own policies are translated; mixed precision reduces gradients in fp32 and does not cast
+    outputs and buffers; CPU offload works without a device to pin memory for. `docs/settings.md` says what becomes of
+    every setting. FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`.
 
     Raises:
         ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
@@ -183,21 +171,17 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
     """
 
-    policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
+    policy: HybridPolicy | None = None
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
-    ep_size: int = field(default=0, metadata={"help": "How many neighbouring processes share the experts."})
+    ep_size: int = 0
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
-    activation_checkpointing_every_n_layers: int = field(
-        default=0, metadata={"help": "Checkpoint the first of every n blocks."}
-    )
+    activation_checkpointing_every_n_layers: int = 0
     """Checkpoint the first of every n blocks; 0 reads the variable FSDP_ACTIVATION_CHECKPOINTING_EVERY_N_LAYERS, and
     means 1 without it."""
 
-    activation_checkpointing_save_ops: Any = field(
-        default=None, metadata={"help": "Operators whose results checkpointed blocks keep: matmul, attention, …"}
-    )
+    activation_checkpointing_save_ops: Any = None
     """Operators whose results checkpointed blocks keep, a list of names or a text with commas; None reads the variable
     FSDP_ACTIVATION_CHECKPOINTING_SAVE_OPS."""
 
@@ -285,8 +269,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "Accelerator with make_accelerator(fsdp_plugin=…), or pass it to from_pretrained(…, "
                 "accelerator=accelerator) before prepare."
             )
-        policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
-        self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
+        self.auto_wrap_policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))  # type: ignore[assignment]
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
@@ -404,8 +387,7 @@ def _drop_fsdp1_settings(plugin: Any) -> str:
     for row in SETTINGS:
         if row.argument and row.is_old:
             if (value := _value(plugin, row.argument)) not in (None, row.fsdp2):
-                shown = getattr(getattr(plugin, row.argument), "name", getattr(plugin, row.argument))
-                left_out.append(f"{row.argument}={value if shown is None else shown}")
+                left_out.append(f"{row.argument}={value}")
             setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
     return ", ".join(left_out)
 

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -98,22 +98,18 @@ def _check_random_states(file: Path) -> None:
 
 
 def check_parts(
-    folder: Path,
-    absent_parts: Callable[[], Iterable[tuple[str, str]]],
-    may_lack: Collection[str],
-    *,
-    allowed: bool,
-    option: str,
+    folder: Path, parts: Iterable[tuple[Sequence[str], str]], may_lack: Collection[str], *, allowed: bool, option: str
 ) -> set[str]:
     """Refuse a training state that is damaged, or from which a run cannot go on as it was.
 
-    Every rank must call. `absent_parts` gives the files that this run needs and the folder lacks, with a word for each;
-    they are returned. Those that match `may_lack` may be absent where that is allowed, by `option`.
+    Every rank must call. Of the files of each part the run needs one; the first ones of what is absent are returned.
+    Those that match `may_lack` may be absent where that is allowed, by `option`.
     """
     manifest = check_listed(folder, allowed=may_lack if allowed else ())
     is_elsewhere = _warn_of_other_world(folder, manifest)
     with agreed("looking for the parts of the saved state", folder), storage_errors("read", folder):
-        own_absent = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
+        gone = [(files[0], part) for files, part in parts if not any((folder / name).exists() for name in files)]
+        own_absent = {file: part for file, part in gone if not (is_elsewhere and part == "random states")}
     of_ranks = all_ranks(own_absent, "looking for what is absent")
     absent = {file: part for of_rank in of_ranks for file, part in of_rank.items()}
     lacks = listed(f"{part} ({file})" for file, part in absent.items())
@@ -191,7 +187,7 @@ def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iter
 
 
 @contextmanager
-def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 0) -> Iterator[None]:
+def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int) -> Iterator[None]:
     """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
     Accelerate and torch read into existing state. There is none with version 1 in a new process, nor with FSDP2 while
@@ -199,7 +195,6 @@ def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 
     loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
     would demand it.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:

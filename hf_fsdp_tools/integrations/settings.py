@@ -4,7 +4,7 @@ The table of all settings is made from the fields of FSDPConfig (`config.SETTING
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -133,15 +133,15 @@ Problem = tuple[str, str]
 """A fact and its cure."""
 
 
-def contradictions(config: Any, keys: Mapping[str, Setting]) -> list[Problem]:
+def contradictions(config: Any) -> list[Problem]:
     """The fact and the cure of every contradiction in a config, or in anything with the attributes of `FSDPConfig`."""
-    problems = [*_type_problems(config, keys)]  # the other checks compare numbers, and need right types
+    problems = [*_type_problems(config)]  # the other checks compare numbers, and need right types
     return problems or [*_process_problems(config), *_sharding_problems(config)]
 
 
-def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem]:
+def _type_problems(config: Any) -> Iterator[Problem]:
     choices: dict[str, tuple[object, ...]] = {"mixed_precision": get_args(MixedPrecision), "fsdp_version": (2,)}
-    choices |= {row.field: row.kind for row in keys.values() if row.field and isinstance(row.kind, tuple)}
+    choices |= {"state_dict_type": get_args(StateDictType), "auto_wrap_policy": get_args(AutoWrapPolicy)}
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
@@ -28,7 +27,7 @@ from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
-from hf_fsdp_tools.integrations.accelerator_state import write_part
+from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
@@ -49,7 +48,7 @@ from hf_fsdp_tools.integrations.frozen import (
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
-from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.rewards import REWARDING, guard_rewards
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
@@ -98,39 +97,28 @@ class FSDPTrainerMixin(PushingMixin):
 
         accelerator = make_accelerator(arguments)  # TrainingArguments
         trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=arguments, ...)
-        trainer.train()
-        trainer.save_model()
 
     The model may also be plain and equal on every rank; it is then sharded by the same policy when training starts.
-    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`; what
-    the arguments name and a sharded model cannot take up any more is one error. Every rank must call each method; what
-    a method communicates is what the Trainer's own communicates, and errors.
+    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. Every
+    rank must call each method.
 
-    `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
-    gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
-    the optimizer's shards (`optimizer_0`, a DCP folder) and the Trainer's own files beside it. Another number of ranks
-    can resume from it. `checkpoint_manifest.json`, which names all files with their sizes, is written last, once all
-    ranks have succeeded; `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
+    `save_model` writes a normal Hugging Face checkpoint from all ranks at once. A `checkpoint-N` folder is such a
+    checkpoint too, in the precision of the master weights, with the optimizer's shards (`optimizer_0`, a DCP folder)
+    and the Trainer's own files beside it; another number of ranks can resume from it. It is complete with its
+    `checkpoint_manifest.json`: `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
-    they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
-
-    TRL's online trainers (GRPO, RLOO, online DPO, distillation) generate with the weights gathered once for each batch
-    where they fit, and unit by unit where they do not or `ds3_gather_for_generation=False` says so (`gathered_units`).
-    A reward function that fails on some rank, or returns anything but one finite number or None for each completion,
-    is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
-    a bounded size, with adapters merged (`live_weights`).
+    they are set, which every rank must do. TRL's online trainers generate with the weights gathered once for each batch
+    where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`gathered_units`); a reward function
+    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
 
     Six attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
-    `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
-    complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
-    ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
-    files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
-    lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
-    writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
-    averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
-    goes on from there; `ema_device = "cpu"` keeps it in host memory. Where a loss is NaN or
-    infinite, all ranks stop when it is logged; `allow_nan = True` goes on, with transformers' `logging_nan_inf_filter`.
+    `checkpoint-N` is written from a copy in host memory (see `save_pretrained`); an error ends `train` on all ranks
+    before the same step. `checksums = True` notes the SHA-256 of a checkpoint's files, which a resume then compares.
+    `allow_incomplete = True` lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random
+    states, which then start anew with a warning. `ema_decay = 0.999` keeps averages of what is trained: `trainer.ema`,
+    a `ParameterEMA` in float32, which is saved with each `checkpoint-N`; `ema_device = "cpu"` keeps it in host memory.
+    Where a loss is NaN or infinite, all ranks stop when it is logged, unless `allow_nan = True`.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -179,11 +167,8 @@ class FSDPTrainerMixin(PushingMixin):
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
-        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP.
-
-        The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
-        `prepare` hands the shards of a plain one to its optimizer.
-        """
+        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP. Here they get
+        the shards of a plain model in `prepare`."""
         self._uploads = {}
         self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
@@ -499,20 +484,14 @@ class FSDPTrainerMixin(PushingMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what the checkpoint holds of the two, in the stored format; the Trainer's own loads both or neither."""
+        """Load what the checkpoint holds of the two; the Trainer's own loads both or neither."""
         if checkpoint is None:
             return
-        folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
-        has_optimizer = any((folder / name).exists() for name in STATE_FILES[:2])
-        has_scheduler = (folder / SCHEDULER_NAME).is_file()
-        waiting = awaiting_state(self.model, self.optimizer, folder)
-        with waiting, using_format(plugin, stored_format(folder), folder):
-            if has_optimizer and has_scheduler:
-                super()._load_optimizer_and_scheduler(checkpoint)
-            elif has_optimizer:
-                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
+        folder = Path(checkpoint)
+        if any((folder / name).exists() for name in STATE_FILES[:2]):
+            load_optimizer(self.accelerator, self.optimizer, self.model, folder)
         with agreed("reading the scheduler", folder), storage_errors("read", folder):
-            if has_scheduler and not has_optimizer:
+            if (folder / SCHEDULER_NAME).is_file():
                 self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -548,21 +527,16 @@ def _first_rows(inputs: Any) -> Any:
 def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
 
-    The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
-    `accelerate launch` and `TrainingArguments` set for version 1, making it fails on CPUs. And the Trainer refuses
-    save_only_model, because its own sharded checkpoints hold no weights that one could open.
+    The Trainer and Accelerate would make a second plugin, which fails on CPUs with settings for version 1; the state
+    has ours. And the Trainer refuses save_only_model, as its own sharded checkpoints hold no weights to open.
     """
-    variable = "ACCELERATE_USE_FSDP"
-    launched, hidden = os.environ.pop(variable, None), ("fsdp_plugin_args", "save_only_model", "mixed_precision")
-    former = {name: getattr(args, name) for name in hidden}
-    args.fsdp_plugin_args, args.save_only_model, args.mixed_precision = None, False, precision
+    launched = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
-        yield
+        with replaced(args, fsdp_plugin_args=None, save_only_model=False, mixed_precision=precision):
+            yield
     finally:
-        for name, value in former.items():
-            setattr(args, name, value)
         if launched is not None:
-            os.environ[variable] = launched
+            os.environ["ACCELERATE_USE_FSDP"] = launched
 
 
 def _draw_to_epoch(sampler: Any, epoch: int) -> None:
