@@ -127,7 +127,7 @@ def write_state(accelerator: Any, state: StateSave) -> None:
             state.needed.append(file)
 
 
-def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
+def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, index: int) -> None:
     """Write a model, or an optimizer of it, as Accelerate does; of a `PeftModel` the adapter, without the frozen base.
 
     Every rank must call. Errors of a rank before and after the collectives are exchanged, so that no rank enters
@@ -135,13 +135,15 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
     """
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-    is_whole = optimizer is not None or not _leaves_base_out(model)
-    chosen: dict[str, torch.Tensor] = {}
+    is_whole, chosen = optimizer is not None or not _leaves_base_out(model), dict[str, torch.Tensor]()
     if optimizer is None:
         warn_of_drift(model)
     if not is_whole:
+        # buffers that steps may change, as those of batch norms; of prompt methods none: their states would seem whole
+        is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
+        names = {name for name, _ in model.named_buffers() if not is_prompt}
         with agreed("preparing the adapter", state.folder):
-            chosen = adapter_tensors(model) | _buffers(model)
+            chosen = adapter_tensors(model) | {name: t for name, t in model.state_dict().items() if name in names}
     if "SHARDED" not in str(plugin.state_dict_type):
         if not is_whole:
             whole = gather_tensors(chosen, None)
@@ -179,13 +181,6 @@ def _leaves_base_out(model: Any) -> bool:
         return False
     is_merged = any(getattr(module, "merged", False) is True for module in model.modules())
     return not is_merged and not any(map(changes_base, model.peft_config.values()))
-
-
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Buffers that steps may change, as those of batch norms; of prompt methods none, whose states would seem whole."""
-    is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
-    names = {name for name, _ in model.named_buffers() if not is_prompt}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def _write_adapter_config(model: Any, state: StateSave, index: int) -> None:

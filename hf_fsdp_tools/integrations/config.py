@@ -171,14 +171,14 @@ class FSDPConfig:
             bf16 = accelerator is not None and computes_bfloat16(accelerator)
             device = f"this machine has {gpu_count or 'no'} GPU{'s' * (gpu_count > 1)}"
             precision = "the GPUs compute in bf16; trained weights stay float32" if bf16 else "no bf16 on these GPUs"
-        if gpu_count < 1:
-            return cls(num_processes=CPU_PROCESSES, use_cpu=True), {
-                "use_cpu": device,
-                "num_processes": "the fewest that really shard",
-                "mixed_precision": "float32 on CPU, so that runs can be compared",
-            }
-        reasons = {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
-        return cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), reasons
+        if gpu_count > 0:
+            config = cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no")
+            return config, {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
+        return cls(num_processes=CPU_PROCESSES, use_cpu=True), {
+            "use_cpu": device,
+            "num_processes": "the fewest that really shard",
+            "mixed_precision": "float32 on CPU, so that runs can be compared",
+        }
 
     @staticmethod
     def check_file(path: str | os.PathLike[str]) -> "tuple[Finding, ...]":

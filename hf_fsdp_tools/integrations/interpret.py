@@ -56,8 +56,7 @@ class Translation:
 
     def say(self, key: str, value: Any, meaning: str) -> None:
         """Note the meaning of a key."""
-        shown = json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
-        self.sentences[key] = (shown, meaning)
+        self.sentences[key] = (json.dumps(value) if isinstance(value, list | dict | bool) else str(value), meaning)
 
     def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
         """Note a problem."""
@@ -132,8 +131,7 @@ def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
         return result
     if kind in ("NO", "MULTI_CPU"):
         result.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
-    if kind == "NO":
-        result.fields["num_processes"] = 1
+    result.fields |= {"num_processes": 1} if kind == "NO" else {}
     sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
         "fsdp_config": partial(_fsdp, machines=data.get("num_machines")),
         "parallelism_config": _parallelism,
@@ -146,17 +144,15 @@ def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
     for key, value in data.items():
         if key == "distributed_type":
             result.say(key, kind, _KINDS[kind])
-        elif key in sections and not isinstance(value or {}, Mapping):
+        elif key not in sections:
+            _general(key, value, result) if key in known else result.unknown(key, value, known, stops=True)
+        elif not isinstance(value or {}, Mapping):
             result.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
             result.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
-        elif key in sections and used.get(key, kind) == kind:
+        elif used.get(key, kind) == kind:
             sections[key](value or {}, result)
-        elif key in sections:
-            result.say(key, value, f"left out: distributed_type is not {used[key]}")
-        elif key in known:
-            _general(key, value, result)
         else:
-            result.unknown(key, value, known, stops=True)
+            result.say(key, value, f"left out: distributed_type is not {used[key]}")
     return result
 
 
@@ -261,11 +257,10 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
             result.unknown(str(key), value, known)
-        elif name in ("dp_replicate_size", "cp_size", "tp_size"):
+        elif name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size"):
             result.keep(key, value, int, name)
-        elif name == "dp_shard_size":
-            result.keep(key, value, int, name)
-            result.say(key, value, "follows from num_processes and the other sizes")
+            if name == "dp_shard_size":
+                result.say(key, value, "follows from num_processes and the other sizes")
         elif value not in (None, 1):
             result.say(key, value, "left out: not part of this package")
             if name.endswith("_size"):
@@ -349,7 +344,7 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
         ) from None
 
 
-# ---- a file as it is ----
+# ---- users' own files: checked as they are, or made a config that can be used ----
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -394,7 +389,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _problems(data: Mapping[str, Any], result: Translation) -> Iterator[Finding]:
     """Yield the problems of the file as a whole."""
-    fields = {each.name: each.default for each in fields_of(FSDPConfig)} | result.fields
+    fields: dict[str, Any] = {each.name: each.default for each in fields_of(FSDPConfig)} | result.fields
     error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
     if (kind := data.get("distributed_type")) != "FSDP":
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
@@ -417,22 +412,18 @@ def _problems(data: Mapping[str, Any], result: Translation) -> Iterator[Finding]
     if "num_processes" not in result.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    copies, shared = fields["dp_replicate_size"], {name: fields[name] for name in ("cp_size", "tp_size")}
-    shared = {name: size for name, size in shared.items() if size != 1}
-    if shards is not None and shards * copies * math.prod(shared.values()) != processes:
-        further = "".join(f" times {name} {size}" for name, size in shared.items())
-        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes "
+    copies, shared = fields["dp_replicate_size"], [name for name in ("cp_size", "tp_size") if fields[name] != 1]
+    if shards is not None and shards * copies * math.prod(map(fields.__getitem__, shared)) != processes:
+        further = "".join(f" times {name} {fields[name]}" for name in shared)
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes {processes}."
         cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
-        yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
+        yield error(code="contradiction", fact=fact, cure=cure)
     for fact, cure in contradictions(SimpleNamespace(**fields)):
         yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
     wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
     if not fields["use_cpu"] and devices < wanted:
         fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
         yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
-
-
-# ---- a config that can be used ----
 
 
 def _mend(result: Translation) -> None:
@@ -445,8 +436,7 @@ def _mend(result: Translation) -> None:
     if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
         del fields["mixed_precision"]
         result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
-    if fields.get("cpu_ram_efficient_loading"):
-        fields["cpu_ram_efficient_loading"] = False
+    if fields.pop("cpu_ram_efficient_loading", False):
         reason = "false: each rank reads its own shards, which needs less memory and time"
         result.say("fsdp_cpu_ram_efficient_loading", True, reason)
     if fields.get("state_dict_type") == "LOCAL_STATE_DICT":

@@ -15,7 +15,7 @@ from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import library_errors, warn
 from hf_fsdp_tools.hub import CARD, upload
-from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
+from hf_fsdp_tools.integrations.resume import STATE_FILES
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import hub_name_of, is_outdated

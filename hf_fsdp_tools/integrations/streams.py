@@ -193,19 +193,15 @@ def write_positions(accelerator: Any, folder: Path) -> list[str]:
 
     Of other loaders rank 0 writes the epoch and the seed, which earlier states lack.
     """
+    loaders, running = accelerator._dataloaders, accelerator.gradient_state.active_dataloader
+    epochs: list[Any] = []  # of the batch that follows, after the last of an epoch the next one
+    for loader in loaders:
+        is_last = getattr(running, "rest_of", running) is loader and running.end_of_dataloader
+        entry = {"epoch": loader.iteration + is_last, "seed": getattr(_seeded(loader), "initial_seed", None)}
+        epochs.append(None if _has_state(loader) else entry)
     if rank_and_size()[0] == 0:
-        loaders = accelerator._dataloaders
-        epochs = [None if _has_state(loader) else _epoch(loader, accelerator.gradient_state) for loader in loaders]
         (folder / LOADERS).write_text(json.dumps(epochs))
-    numbered = enumerate(accelerator._dataloaders)
-    return [name for i, loader in numbered if _has_state(loader) for name in write_position(loader, folder, i)]
-
-
-def _epoch(loader: Any, gradients: Any) -> dict[str, Any]:
-    """The epoch of the batch that follows, the one after the running one where that has given its last batch."""
-    running = gradients.active_dataloader
-    is_last = getattr(running, "rest_of", running) is loader and running.end_of_dataloader
-    return {"epoch": loader.iteration + is_last, "seed": getattr(_seeded(loader), "initial_seed", None)}
+    return [name for i, each in enumerate(loaders) if _has_state(each) for name in write_position(each, folder, i)]
 
 
 def restore_positions(accelerator: Any, folder: Path) -> None:

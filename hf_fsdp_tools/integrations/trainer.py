@@ -29,27 +29,24 @@ from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
-from hf_fsdp_tools.integrations.checkpoints import (
-    STATE_FILES,
-    TRAINER_GLOBS,
-    check_checkpoint,
-    complete_checkpoint,
-    rotate,
-    weights_in,
-)
-from hf_fsdp_tools.integrations.frozen import (
-    FROZEN,
-    NEEDED_BY_FROZEN,
-    check_frozen,
-    hashable,
-    reference_copied,
-    shard_frozen,
-)
+from hf_fsdp_tools.integrations.frozen import FROZEN, check_frozen, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
+from hf_fsdp_tools.integrations.online import REWARDING, guard_rewards, stream_to_vllm
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
-from hf_fsdp_tools.integrations.resume import check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.rewards import REWARDING, guard_rewards
+from hf_fsdp_tools.integrations.resume import (
+    STATE_FILES,
+    TRAINER_GLOBS,
+    awaiting_state,
+    check_checkpoint,
+    check_listed,
+    complete_checkpoint,
+    refuse_damage,
+    rotate,
+    stored_format,
+    using_format,
+    weights_in,
+)
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.streams import (
@@ -67,7 +64,6 @@ from hf_fsdp_tools.integrations.training_arguments import (
     use_one_device,
 )
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
-from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
@@ -173,7 +169,7 @@ class FSDPTrainerMixin(PushingMixin):
         self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
-        with hashable(self), reference_copied(self):
+        with made_on_shards(self):
             super().__init__(*args, **kwargs)
         is_own = getattr(self, "loss_is_scaled_for_ga", None) is None  # a subclass with another loss sets it
         if is_own and getattr(base_of(self.model), "loss_type", None) in _OVER_OWN_ROWS:
@@ -197,7 +193,7 @@ class FSDPTrainerMixin(PushingMixin):
         if name in FROZEN and isinstance(value, nn.Module):
             check_frozen(name, value)
         super().__setattr__(name, value)
-        if name in (*FROZEN, *NEEDED_BY_FROZEN):
+        if name in (*FROZEN, "model"):
             shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -306,8 +302,11 @@ class FSDPTrainerMixin(PushingMixin):
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's; the loss is kept with what the batch begins with, until losses are logged."""
-        rows = _first_rows(inputs)
+        """As the Trainer's; the loss is kept until losses are logged, with what the batch begins with: 16 values of its
+        first input, or its first row as it is."""
+        values = inputs.values() if isinstance(inputs, Mapping) else ()
+        first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
+        rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
@@ -327,7 +326,7 @@ class FSDPTrainerMixin(PushingMixin):
             "take --logging_nan_inf_filter true."
         )
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *positional: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
 
         What an evaluation draws (TRL's trainers write in it) leaves the random state as it was: a run that is resumed
@@ -340,8 +339,11 @@ class FSDPTrainerMixin(PushingMixin):
         device = self.accelerator.device
         drawing = [device] if device.type != "cpu" else []
         drawn = torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda")
-        with drawn, _evaluating_in_full(self):
-            return super().evaluation_loop(*args, **kwargs)
+        args = self.args  # in which full evaluation means autocast here: transformers would cast the shards
+        is_asked, dtype = args.bf16_full_eval or args.fp16_full_eval, (torch.bfloat16, torch.float16)
+        cast = torch.autocast(device.type, dtype[args.fp16_full_eval], enabled=is_asked)
+        with drawn, replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
+            return super().evaluation_loop(*positional, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -487,11 +489,16 @@ class FSDPTrainerMixin(PushingMixin):
         """Load what the checkpoint holds of the two; the Trainer's own loads both or neither."""
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
-        if any((folder / name).exists() for name in STATE_FILES[:2]):
+        folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
+        has_optimizer = any((folder / name).exists() for name in STATE_FILES[:2])
+        has_scheduler = (folder / SCHEDULER_NAME).is_file()
+        waiting = awaiting_state(self.model, self.optimizer, folder)
+        with waiting, using_format(plugin, stored_format(folder), folder):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if has_optimizer and not has_scheduler:
             load_optimizer(self.accelerator, self.optimizer, self.model, folder)
         with agreed("reading the scheduler", folder), storage_errors("read", folder):
-            if (folder / SCHEDULER_NAME).is_file():
+            if has_scheduler and not has_optimizer:
                 self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -516,13 +523,6 @@ class FSDPTrainerMixin(PushingMixin):
         read_averages(self, folder)
 
 
-def _first_rows(inputs: Any) -> Any:
-    """What a batch begins with: 16 values of its first input, or its first row as it is."""
-    values = inputs.values() if isinstance(inputs, Mapping) else ()
-    first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
-    return inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
-
-
 @contextmanager
 def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
@@ -544,17 +544,6 @@ def _draw_to_epoch(sampler: Any, epoch: int) -> None:
     sampler.generator.manual_seed(sampler.seed)
     for _ in range(epoch):
         torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-
-@contextmanager
-def _evaluating_in_full(trainer: Any) -> Iterator[None]:
-    """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards."""
-    args = trainer.args
-    is_asked = args.bf16_full_eval or args.fp16_full_eval
-    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-    cast = torch.autocast(trainer.accelerator.device.type, dtype, enabled=is_asked)
-    with replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
-        yield
 
 
 def _refuse_counted_again(trainer: Any) -> None:

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations import checkpoints, states
-from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
+from hf_fsdp_tools.integrations import resume, states
+from hf_fsdp_tools.integrations.resume import complete_checkpoint, problem_of, rotate
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
@@ -24,7 +24,7 @@ def checkpoint(folder: Path, step: int = 1) -> Path:
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    write_manifest(folder, ["trainer_state.json", "model.safetensors"], checkpoints.TRAINER_GLOBS, checksums=True)
+    write_manifest(folder, ["trainer_state.json", "model.safetensors"], resume.TRAINER_GLOBS, checksums=True)
     return folder
 
 
@@ -43,7 +43,7 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     sizes = "has 3 bytes, and had 22 when it was saved"
     assert manifest.damage(folder) == {"optimizer_0/.metadata": "is absent", "scheduler.pt": sizes}
     assert "'optimizer_0/.metadata' is absent" in problem_of(folder)
-    assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
+    assert "optimizer" not in problem_of(folder, resume.STATE_FILES), "that it is absent is allowed"
 
 
 MALFORMED = (
@@ -92,11 +92,11 @@ def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothi
         allow_incomplete=False,
     )
     with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*allow_incomplete = True"):
-        checkpoints.check_checkpoint(trainer, folder)
+        resume.check_checkpoint(trainer, folder)
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"mine/adapter_model\.safetensors: is damaged"):
-        checkpoints.check_checkpoint(trainer, folder)
+        resume.check_checkpoint(trainer, folder)
 
 
 @pytest.mark.parametrize("real_times", [True, False])
