@@ -13,7 +13,8 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
-from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.other import load
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,7 +29,6 @@ from hf_fsdp_tools.integrations.accelerator_state import (
     files_of,
     load_models,
     load_optimizer,
-    load_schedulers,
     numbered_states,
     owner_of,
     write_state,
@@ -68,9 +68,7 @@ _UNUSED = (
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """An Accelerator whose `prepare` leaves sharded models and their optimizers alone; it has no state of its own.
 
-    Accelerate's `prepare` re-links optimizers by the address of each local shard. Empty shards (fewer rows than ranks)
-    all have address 0, so their parameters collapse into one. A model that is sharded before its optimizer is made
-    needs no re-linking.
+    Accelerate's `prepare` re-links optimizers by the address of each local shard, which is 0 for all empty ones.
     """
 
     _keeps_gathered = False
@@ -153,31 +151,26 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     ) -> Any:
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
-        Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
-        Of a `PeftModel` (FSDP2) the adapter is saved, with its config, and no frozen weight of the base; the base too
-        where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters).
-        The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
-        deleted after the new one is complete. Every rank must call.
+        Models and optimizers may come in any number and order. Of a `PeftModel` (FSDP2) the adapter is saved, with its
+        config; the base too where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state is
+        complete with its manifest, which is written last. Every rank must call.
 
-        To a name in a store (`s3://…`), each rank writes its part to the system's place for temporary files and puts it
-        from there; with `blocking=False`, in the background. It must hold no state: these are not replaced there.
+        To a name in a store (`s3://…`), which must hold no state, each rank writes its part to the system's place for
+        temporary files and puts it from there; with `blocking=False`, in the background.
         """
-        naming = self.project_configuration
-        automatic = naming.automatic_checkpoint_naming
-        if output_dir is None and not automatic:
-            raise ConfigError(
-                "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
-            )
-        url = None if automatic else as_url(output_dir or "")
-        parent = (self.project_dir if automatic else output_dir) or ""
-        folder = Path() if url else local_folder(parent, "automatic_checkpoint_naming names folders,")
-        if automatic:
-            folder = folder / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        naming, plugin, url = self.project_configuration, self.state.fsdp_plugin, None
+        if automatic := naming.automatic_checkpoint_naming:
+            parent = local_folder(self.project_dir or "", "automatic_checkpoint_naming names folders,")
+            folder = parent / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.exists():
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        plugin = self.state.fsdp_plugin
+        elif output_dir is None:
+            raise ConfigError("save_state: give output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+        else:
+            url = as_url(output_dir)
+            folder = Path() if url else local_folder(output_dir, "save_state")
         if (url or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
             what, cure = ("to a store", "save to a folder") if url else ("with blocking=False", "leave blocking out")
             raise ConfigError(
@@ -236,7 +229,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             with replaced(self, _models=[], _optimizers=[], _schedulers=[], scaler=scaler):
                 super().load_state(str(folder), load_kwargs, **options)
         restore_positions(self, folder)
-        load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
+        with agreed("reading the schedulers", folder):
+            for i, scheduler in enumerate(self._schedulers):
+                if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
+                    scheduler.load_state_dict(load(folder / name, **(load_kwargs or {})))
         # ranks without a file of their own would accumulate out of step
         self.step = all_ranks(self.step, "loading the state")[0]
 
@@ -246,10 +242,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         super().end_training()
 
     def wait_for_everyone(self) -> None:
-        """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named.
-
-        Accelerate's barrier on the device of LOCAL_RANK fails where each process sees one device of its own.
-        """
+        """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named, and
+        Accelerate's barrier on the device of LOCAL_RANK fails where each process sees one device of its own."""
         wait_for_all_ranks()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -261,11 +255,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return going_first(self.is_local_main_process)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
-
-        So random draws (dropout) go on from the state that `load_state` restored, as in the interrupted run. It skips
-        in the running epoch alone, and the epochs of both loaders are counted together.
-        """
+        """Skip as `Accelerator.skip_first_batches` does, in the running epoch alone, with a loader whose start draws no
+        random number, so that draws (dropout) go on from the state that `load_state` restored."""
         return skip_once(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -388,11 +379,8 @@ class ShardedScaler(torch.amp.GradScaler):
             super()._lazy_init_scale_growth_tracker(dev)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite.
-
-        torch lets them look at the gradients themselves, on the device of the loss scale: Accelerate would not see that
-        a step was skipped, and offloaded parameters would be stepped before the answer has arrived on the CPU.
-        """
+        """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite: they would
+        look themselves, Accelerate would see no skipped step, and offloaded parameters would be stepped too early."""
         looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's own
         try:

@@ -1,6 +1,6 @@
 """The state of an Accelerator, as `save_state` writes and `load_state` reads it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
-from accelerate.utils.other import load as load_by_accelerate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -301,11 +300,3 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
     option = "load_state(…, allow_incomplete=True)"
     return check_parts(folder, parts(), rest, allowed=allow_incomplete, option=option)
-
-
-def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:
-    """Load the schedulers of a state, but for those that it lacks. Every rank must call."""
-    with agreed("reading the schedulers", folder):
-        for i, scheduler in enumerate(schedulers):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
-                scheduler.load_state_dict(load_by_accelerate(folder / name, **load_kwargs))

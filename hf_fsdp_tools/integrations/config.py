@@ -184,17 +184,15 @@ class FSDPConfig:
     def check_file(path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
         """Findings about a user's own Accelerate config, errors first; empty if every setting will be honoured.
 
-        Finds unknown keys (with the nearest names), values of the wrong type, contradictions, an absent or deprecated
-        FSDP version, settings that FSDP2 lacks or names differently, settings that this package refuses
-        (docs/settings.md lists all settings), and more processes than this machine has devices. Starts and communicates
-        nothing. Imports Accelerate, for its own lists of general keys.
+        docs/settings.md lists what is found. Starts and communicates nothing. Imports Accelerate, for its own lists of
+        general keys.
 
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
         from hf_fsdp_tools.integrations.interpret import check_file
 
-        return check_file(path)
+        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(FSDPConfig)})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -208,7 +206,7 @@ class FSDPConfig:
         """
         from hf_fsdp_tools.integrations.interpret import translate_file
 
-        return translate_file(path)
+        return translate_file(path, YAML_KEYS)
 
 
 # ---- the table of settings ----

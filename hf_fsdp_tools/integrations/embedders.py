@@ -33,14 +33,8 @@ def load_embedder(
 ) -> SentenceTransformer:
     """A SentenceTransformer of a checkpoint, with the sharded model that `load(subfolder=…)` returns inside.
 
-    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Every rank must call.
-
-    Args:
-        load: shards the model; it is given `subfolder`, where the checkpoint has its transformer in one.
-        is_adapted: whether an adapter is trained, so that weights beside the transformer stay as they are.
-
-    Raises:
-        ConfigError: weights beside the transformer would be trained by each process for itself.
+    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Weights beside the
+    transformer are refused unless an adapter is trained (`is_adapted`). Every rank must call.
     """
 
     def load_model(module: Any, name: str, task: str, config: object, *_: Any, **keywords: Any) -> Any:

@@ -21,8 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.config import YAML_KEYS, FSDPConfig
-from hf_fsdp_tools.integrations.settings import MixedPrecision, contradictions, read_strategies, read_value
+from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
 from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
 from hf_fsdp_tools.text import did_you_mean, listed, quoted
 
@@ -62,18 +61,16 @@ class Translation:
         """Note a problem."""
         self.findings.append(Finding(code=code, severity=severity, fact=fact, cure=cure))
 
-    def keep(self, key: str, value: Any, kind: Any, name: str) -> Any:
-        """Keep a value as a field; None where it is absent or of another kind."""
+    def keep(self, key: str, value: Any, kind: Any, name: str) -> None:
+        """Keep a value as a field, if it is there and of this kind."""
         if value is None or (name == "main_process_port" and value == 0):
-            return None
+            return
         try:
             self.fields[name] = read_value(kind, value)
+            self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
         except ValueError as expected:
             self.say(key, value, f"left out: {expected} is expected")
             self.find("error", "wrong-value", f"{key} is {quoted(value)}.", f"Use {expected}.")
-            return None
-        self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
-        return self.fields[name]
 
     def unknown(self, key: str, value: Any, known: Any, *, stops: bool = False) -> None:
         """Note a key that nobody knows."""
@@ -117,8 +114,9 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 """Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
 
 
-def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
-    """The meaning of a file's content; in `folder` lies the JSON that a DeepSpeed section points to."""
+def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path) -> Translation:
+    """The meaning of a file's content; `keys` are the settings of section `fsdp_config`, and in `folder` lies the JSON
+    that a DeepSpeed section points to."""
     result = Translation()
     kind = str(data.get("distributed_type", "NO"))
     if is_deepspeed(data):
@@ -133,7 +131,7 @@ def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
         result.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
     result.fields |= {"num_processes": 1} if kind == "NO" else {}
     sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
-        "fsdp_config": partial(_fsdp, machines=data.get("num_machines")),
+        "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
         "parallelism_config": _parallelism,
         "deepspeed_config": partial(_deepspeed, folder=folder),
     }
@@ -187,7 +185,7 @@ def _general(key: str, value: Any, result: Translation) -> None:
         result.say(key, value, "left out: not part of this package's files")
 
 
-def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> None:
+def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
     result.is_version1 = version == "1" and word not in ("true", "false")
@@ -205,9 +203,9 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> 
     _strategies(values, result, machines=machines, may_copy=version != "2")
     for key, value in values.items():
         # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
-        row = YAML_KEYS.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
+        row = keys.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
         if row is None:
-            result.unknown(key, value, YAML_KEYS)
+            result.unknown(key, value, keys)
         elif row.is_old and value is not None:
             try:
                 is_same = read_value(row.kind, value) == row.fsdp2
@@ -241,12 +239,10 @@ def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any
         result.fields["dp_replicate_size"] = copies
     for key, value in strategies.items():
         result.fields["reshard_after_forward"] = freed
-        if str(value).lower() in ("true", "false"):
-            result.say(key, value, "kept")
-            continue
-        meaning = f"fsdp_reshard_after_forward {str(freed).lower()}"
+        is_word = str(value).lower() not in ("true", "false")
+        meaning = f"fsdp_reshard_after_forward {str(freed).lower()}" if is_word else "kept"
         result.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
-        if not result.is_version1:
+        if is_word and not result.is_version1:
             cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
             result.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
 
@@ -350,14 +346,16 @@ _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
 
 
-def check_file(path: str | os.PathLike[str]) -> tuple[Finding, ...]:
+def check_file(
+    path: str | os.PathLike[str], keys: Mapping[str, Setting], defaults: dict[str, Any]
+) -> tuple[Finding, ...]:
     """The findings of `FSDPConfig.check_file`, errors first."""
     data = _read(Path(path))
-    result = interpret(data, Path(path).parent)
-    return by_severity([*result.findings, *_problems(data, result)])
+    result = interpret(data, keys, Path(path).parent)
+    return by_severity([*result.findings, *_problems(data, result, defaults | result.fields)])
 
 
-def translate_file(path: str | os.PathLike[str]) -> Translation:
+def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
     """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
     data = _read(Path(path))
     is_launch_file = is_deepspeed(data) or "distributed_type" in data
@@ -366,7 +364,7 @@ def translate_file(path: str | os.PathLike[str]) -> Translation:
             f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
             "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
         )
-    result = interpret(data, Path(path).parent)
+    result = interpret(data, keys, Path(path).parent)
     wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
     if refusal := result.refusal or next(wrong, ""):
         raise ConfigError(f"{path}: {refusal}")
@@ -387,9 +385,8 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-def _problems(data: Mapping[str, Any], result: Translation) -> Iterator[Finding]:
+def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, Any]) -> Iterator[Finding]:
     """Yield the problems of the file as a whole."""
-    fields: dict[str, Any] = {each.name: each.default for each in fields_of(FSDPConfig)} | result.fields
     error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
     if (kind := data.get("distributed_type")) != "FSDP":
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."

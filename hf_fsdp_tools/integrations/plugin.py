@@ -41,17 +41,7 @@ from hf_fsdp_tools.text import did_you_mean
 
 
 def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
-    """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind.
-
-    | `wrap` | becomes |
-    |---|---|
-    | None | the detected blocks |
-    | `transformer_auto_wrap_policy`, `ModuleWrapPolicy` | `block_types` |
-    | `size_based_auto_wrap_policy` | `min_unit_params` |
-    | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
-    | a function of (module), (name, module), or torch's (module, recurse, nonwrapped_numel) | a predicate in `units` |
-    | `_or_policy` (PEFT's) | all of its parts together |
-    """
+    """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind; None means detected blocks."""
     settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
     if not reshard:
         settings["reshard_after_forward"] = {"*": False}
@@ -115,11 +105,8 @@ def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
 
 
 def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
-    """`policy` without the block types that `model` lacks; a warning names them and what is used instead.
-
-    Accelerate has one list of class names for all models of a process, and a reference or reward model of another
-    architecture has none of these classes.
-    """
+    """`policy` without the block types that `model` lacks, with a warning: Accelerate has one list of class names for
+    all models of a process, and a reward model of another architecture has none of these classes."""
     if policy.block_types is None:
         return policy
     tree = ModuleTree(model)
@@ -236,11 +223,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         return as_recompute(self.activation_checkpointing and self._recompute)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
-        """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
-
-        Raises:
-            ConfigError: `ignored_modules` matches no module of the model.
-        """
+        """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole."""
         assert self.policy is not None
         policy = narrowed(self.policy, model) if self.translated else self.policy
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
@@ -253,13 +236,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.state_dict_config.offload_to_cpu = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
-
-        Under FSDP2 `policy` decides, once there is a model; a call before there is an Accelerator changes nothing.
-
-        Raises:
-            ConfigError: the Accelerator has no `prepare` of this package, or FSDP1 cannot shard the model.
-        """
+        """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself. Under FSDP2 that is an
+        error: the Accelerator has no `prepare` of this package. A call before there is one changes nothing."""
         if self.fsdp_version == 2:
             if not AcceleratorState._shared_state:
                 return
@@ -348,11 +326,10 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
 
 
 def _read_version(version: int | None) -> tuple[int, bool]:
-    """The version of FSDP, and whether a config that names none was launched.
+    """The version of FSDP, and whether a config that names none was launched, for which `accelerate launch` says 1.
 
-    `accelerate launch` takes a file without `fsdp_version` for version 1, and the processes see the same variables as
-    for a file that says 1. Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`;
-    with others the launcher leaves that at true, which FSDP1 does not have.
+    Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`; with others the launcher
+    leaves that at true, which FSDP1 does not have.
     """
     text = str(os.environ.get("FSDP_VERSION", "2") if version is None else version).strip()
     if text not in ("1", "2"):

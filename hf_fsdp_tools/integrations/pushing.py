@@ -35,8 +35,8 @@ else:
 class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     """Uploads by a `Trainer` whose ranks save together: each is one commit of complete files, made by rank 0.
 
-    What is uploaded while training goes on comes from the checkpoint itself; where that fails, training goes on with a
-    warning. Elsewhere an error of the hub is the same `CheckpointError` on every rank, and what was saved stays.
+    Where an upload fails while training goes on, it goes on with a warning; elsewhere an error of the hub is the same
+    `CheckpointError` on every rank, and what was saved stays.
     """
 
     hub_model_id: str | None

@@ -65,9 +65,8 @@ def stored_format(folder: Path) -> str | None:
 def refuse_damage(folder: Path) -> None:
     """Refuse a training state that is damaged, or would run code when torch or Accelerate reads it, whoever wrote it.
 
-    Read are the DCP folders' metadata and their values that are no tensors (see `check_dcp`), by one rank of each node,
-    and all files that `torch.load` opens, by each rank those that it is going to open. Every rank must call, before
-    anything else is read.
+    One rank of each node reads the DCP folders' metadata (see `check_dcp`), each rank the files that it will give to
+    `torch.load`. Every rank must call, before anything else is read.
     """
     rank, _ = rank_and_size()
     is_first = rank == 0 or rank_on_node()[0] == 0
@@ -196,9 +195,8 @@ def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 
     """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
     Accelerate and torch read into existing state. There is none with version 1 in a new process, nor with FSDP2 while
-    gradients are pending, so Adam's moments were silently lost (measured with accelerate 1.15: 22 entries saved, 0
-    loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
-    would demand it.
+    gradients are pending, so Adam's moments would be silently lost. A parameter that never had a gradient has no saved
+    state, and torch would demand it.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -285,35 +283,27 @@ TRAINER_GLOBS = (*_WEIGHTS, *STATE_FILES, "*.safetensors.index.json", "config.js
 """Files of a checkpoint for its manifest. Others, as a tokenizer's, may come, go and change."""
 
 
-def complete_checkpoint(requested: str | bool, output_dir: str, *, allowed: Collection[str] = ()) -> str | bool:
-    """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or for True the last complete one.
+def last_complete(output_dir: str, *, allowed: Collection[str] = ()) -> str | None:
+    """The Trainer's last complete checkpoint, the same on every rank; None where there is none at all.
 
     A checkpoint is complete with all that its manifest lists, which is written last; one without a manifest (of the
-    plain Trainer) with `trainer_state.json`. Returns True where there is no checkpoint at all; the Trainer then says
-    so. Every rank must call; rank 0 decides.
+    plain Trainer) with `trainer_state.json`. Every rank must call; rank 0 decides.
     """
-    with agreed("choosing the checkpoint", output_dir):
-        found = _choose(requested, output_dir, allowed) if rank_and_size()[0] == 0 else (requested, "")
-    chosen, problem = all_ranks(found, "choosing the checkpoint")[0]
-    if problem:
-        raise CheckpointError(problem)
-    return chosen
-
-
-def _choose(requested: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
-    """The checkpoint to resume from; or what is wrong with it, and the cure."""
-    folders = [str(requested)] if requested is not True else []
-    if requested is True and Path(output_dir).is_dir():
-        folders = sort_checkpoints(output_dir)[::-1]
     problems: list[str] = []
-    for folder in folders:
-        if not (fact := problem_of(Path(folder), allowed)):
-            if problems:
-                warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.")
-            return folder, ""
-        problems.append(f"{folder!r} {fact}")
-    cure = "Give a complete folder" if requested is True else "With True, training goes on from the last complete one"
-    return requested, f"{listed(problems, separator='; ')}. {cure}; or start anew." if problems else ""
+    chosen = None
+    with agreed("choosing the checkpoint", output_dir):
+        if rank_and_size()[0] == 0 and Path(output_dir).is_dir():
+            for folder in sort_checkpoints(output_dir)[::-1]:
+                if not (fact := problem_of(Path(folder), allowed)):
+                    chosen = folder
+                    break
+                problems.append(f"{folder!r} {fact}")
+            if chosen is not None and problems:
+                warn(f"Resuming from {Path(chosen).name}: {listed(problems, separator='; ')}.")
+    chosen, problems = all_ranks((chosen, problems), "choosing the checkpoint")[0]
+    if problems and chosen is None:
+        raise CheckpointError(f"{listed(problems, separator='; ')}. Give a complete folder; or start anew.")
+    return chosen
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
@@ -364,10 +354,12 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
     Every rank must call.
     """
     args = trainer.args
+    with agreed("looking at the trainer's state", folder), storage_errors("read", folder):
+        if problem := _problem_of_state(folder, args):  # each rank reads it
+            cure = "With True, training goes on from the last complete one; or start anew"
+            raise CheckpointError(f"{str(folder)!r} {problem}. {cure}.")
 
     def parts() -> Iterator[tuple[Sequence[str], str]]:
-        if problem := _problem_of_state(folder, args):  # each rank reads it
-            raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
         others = [path.name for name in ("optimizer.pt", "global_step*") for path in folder.glob(name)]
         why = f" in shards ({others[0]} is that of a run without FSDP, which is not read)" if others else ""

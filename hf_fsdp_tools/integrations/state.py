@@ -63,9 +63,9 @@ def make_accelerator(
     `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model by
     the plugin's policy. It takes one or several models, with or without their optimizers.
 
-    Under gradient accumulation, the gradients of each micro-batch are reduced and sharded at once, so that no rank
-    keeps whole gradients (4 bytes per trainable parameter of the model in fp32). A `gradient_accumulation_plugin` of
-    your own overrides this: `GradientAccumulationPlugin(num_steps=8)` keeps whole gradients, and communicates less.
+    Under gradient accumulation, the gradients of each micro-batch are reduced and sharded at once. With a
+    `gradient_accumulation_plugin` of your own, `GradientAccumulationPlugin(num_steps=8)`, each rank keeps whole
+    gradients (4 bytes per trainable parameter in fp32), and communicates less.
 
     Args:
         args: the `TrainingArguments` of the Trainer that the model is for: `fsdp_config`, precision,
@@ -243,10 +243,7 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
 
 
 def _check_gpus(*, cpu: bool) -> None:
-    """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs.
-
-    A file for the CPU hides the GPUs (`gpu_ids: ''`); `use_cpu` alone does not reach the processes.
-    """
+    """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs: one for the CPU hides them."""
     if cpu or not is_by_launcher() or gpus_are_hidden() or local_device().type != "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -82,11 +82,8 @@ def keep_exact(loader: Any) -> Any:
 
 
 def share_seed(loader: Any) -> Any:
-    """Let all ranks draw the order of a loader's rows from rank 0's seed. Every rank must call.
-
-    Accelerate (1.15) takes the seed of each rank, so that after `set_seed(seed, device_specific=True)` rows would be
-    dealt from as many orders as there are ranks: some twice, some never.
-    """
+    """Let all ranks draw the order of a loader's rows from rank 0's seed, where Accelerate (1.15) takes each rank's:
+    after `set_seed(seed, device_specific=True)` some rows would come twice, some never. Every rank must call."""
     if (sampler := _seeded(loader)) is not None:
         sampler.initial_seed = all_ranks(sampler.initial_seed, "sharing the seed of a loader")[0]
     return loader
@@ -100,8 +97,7 @@ def _seeded(loader: Any) -> SeedableRandomSampler | None:
 def skip_once(rest: Any, loader: Any) -> Any:
     """Let `rest`, which skips the first batches of a loader, be its running epoch, whose start draws no random number.
 
-    After this epoch, `rest` gives all batches, and the loader goes on with the next: Accelerate (1.15) skips in every
-    epoch, and counts them apart, so that the epoch after a resumed one has its order again.
+    Then `rest` gives all batches, and the loader the next epoch: Accelerate (1.15) skips in each, and counts apart.
     """
     base = getattr(rest, "base_dataloader", rest)
     draws, end = base.generator is None, getattr(rest, "end", None)

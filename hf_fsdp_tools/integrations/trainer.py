@@ -13,8 +13,10 @@ import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -28,19 +30,19 @@ from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
-from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
 from hf_fsdp_tools.integrations.frozen import FROZEN, check_frozen, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.online import REWARDING, guard_rewards, stream_to_vllm
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import (
+    AVERAGES,
     STATE_FILES,
     TRAINER_GLOBS,
     awaiting_state,
     check_checkpoint,
     check_listed,
-    complete_checkpoint,
+    last_complete,
     refuse_damage,
     rotate,
     stored_format,
@@ -410,7 +412,8 @@ class FSDPTrainerMixin(PushingMixin):
         with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT", folder):
             write_part(self.accelerator, self.model, self.optimizer, state, 0)
             if self.ema is not None:
-                write_averages(self.ema, state)
+                state.write_dcp({"ema": self.ema.state_dict()}, state.staging / AVERAGES)
+                state.needed.append(f"{AVERAGES}/{METADATA}")
         with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
@@ -441,13 +444,12 @@ class FSDPTrainerMixin(PushingMixin):
         wait_for_saves()
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-        if resume_from_checkpoint:
+        if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so
             allowed = STATE_FILES if self.allow_incomplete else ()
-            local_folder("" if resume_from_checkpoint is True else resume_from_checkpoint, _TO_FOLDERS)
-            chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
-            if chosen is not True:
-                check_checkpoint(self, Path(str(chosen)))
-            resume_from_checkpoint = chosen
+            resume_from_checkpoint = last_complete(self.args.output_dir, allowed=allowed) or True
+        if resume_from_checkpoint and resume_from_checkpoint is not True:
+            check_checkpoint(self, resumed := local_folder(resume_from_checkpoint, _TO_FOLDERS))
+            resume_from_checkpoint = str(resumed)
         if self.args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
         self.ema = None
@@ -521,6 +523,33 @@ class FSDPTrainerMixin(PushingMixin):
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
         read_averages(self, folder)
+
+
+class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Makes `trainer.ema` when training begins, from a training state if there is one with averages, and keeps it."""
+
+    def __init__(self, trainer: Any, resumed: Path | None) -> None:
+        self.trainer, self.resumed = trainer, resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the averages of weights that are loaded, and read those of the training state. Every rank calls."""
+        trainer = self.trainer
+        if not trainer.accelerator.is_fsdp2:
+            raise ConfigError("ema_decay needs FSDP2: version 1 has parts of several parameters as one. Leave it out.")
+        trainer.ema = ParameterEMA(trainer.model, trainer.ema_decay, device=trainer.ema_device)
+        if self.resumed is not None:
+            read_averages(trainer, self.resumed)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the parameters as the optimizer has left them."""
+        self.trainer.ema.step()
+
+
+def read_averages(trainer: Any, folder: Path) -> None:
+    """Fill a trainer's averages from those of a training state; where it has none, they stay. Every rank must call."""
+    if trainer.ema is not None and (folder / AVERAGES).is_dir():
+        with using_format(trainer.accelerator.state.fsdp_plugin, None, folder):
+            load({"ema": trainer.ema.state_dict()}, checkpoint_id=folder / AVERAGES)
 
 
 @contextmanager

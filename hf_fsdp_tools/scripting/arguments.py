@@ -343,7 +343,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
     no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
-    mistakes = [
+    mistakes: list[tuple[Any, str]] = [
         (get(name) is not None and float(get(name)) < least, f"--{name}: give at least {least}.")
         for name, least in _LEAST.items()
     ]

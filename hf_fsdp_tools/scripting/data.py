@@ -57,11 +57,9 @@ _OF_TRL = _WORDS | {"input_ids", "labels", "completion_mask", "assistant_masks",
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
 
-    `--dataset_name` is a hub name, a folder, a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, also
-    compressed), or several of these with commas between them; docs/data.md has the formats of rows and what becomes of
-    them. Where there is no evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with
-    `--eval_strategy no`. With `--dataset_streaming` rows are read as they are needed, each rank its share without end,
-    which `train` gives to the trainer as it is.
+    docs/data.md has what `--dataset_name` may be, the formats of rows and what becomes of them. Where there is no
+    evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. With
+    `--dataset_streaming` rows are read as they are needed, each rank its share without end.
 
     Args:
         script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
@@ -71,8 +69,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; a row lacks a
-            column that others have, or has something else there; there are fewer rows than ranks; on all ranks alike.
+        ConfigError: a dataset is absent, empty or malformed (with file and line), has other columns, or fewer rows than
+            there are ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)

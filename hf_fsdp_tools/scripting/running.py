@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median_high
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
+    TrainerCallback,
 )
 
 from hf_fsdp_tools.accelerator import device_title
@@ -35,7 +37,7 @@ from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
-from hf_fsdp_tools.scripting.tokenizer import hub_options
+from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
@@ -55,8 +57,7 @@ def load_model(
         training: the Trainer's arguments.
         accelerator: of `make_accelerator`.
         auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
-        frozen: the model is not trained (a reference, a teacher): it has no fp32 masters, each unit is freed after its
-            forward pass, whatever the policy, and one line is printed.
+        frozen: a reference or a teacher: no fp32 masters, and each unit is freed after its forward pass.
         keywords: of `from_pretrained`, before those that follow from the arguments.
 
     Every rank must call; errors and what is communicated are those of `from_pretrained`.
@@ -79,8 +80,7 @@ def load_model(
         "dequantize": model_args.dequantize,
         **hub_options(model_args, training),
         "load_kwargs": {"seed": training.seed},
-        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
-        **({"auto_class": auto_class} if auto_class is not None else {}),
+        **class_options(model_args, auto_class),
     }
     if model_args.load_in_4bit:
         options["quantization_config"] = get_quantization_config(replace(model_args, dtype=computed or "float32"))
@@ -89,11 +89,11 @@ def load_model(
     else:
         _say_estimate(model_args, training, accelerator)
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_table)
+    logger.addFilter(hide := lambda record: "LOAD REPORT" not in record.getMessage())  # the report below has it too
     try:
         model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
     finally:
-        logger.removeFilter(_is_no_table)
+        logger.removeFilter(hide)
     if frozen:
         size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
         kind = dtype_name(model.dtype)
@@ -105,11 +105,6 @@ def load_model(
             end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
             accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
     return model
-
-
-def _is_no_table(record: logging.LogRecord) -> bool:
-    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
-    return "LOAD REPORT" not in record.getMessage()
 
 
 def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
@@ -137,8 +132,7 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
 class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
     """The Trainer's bar, above which `Progress` writes."""
 
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Print no dictionary."""
+    on_log = TrainerCallback.on_log  # which prints no dictionary
 
 
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
@@ -156,7 +150,6 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
 
     Raises:
         ConfigError: no token of the rows counts in the loss, or the model sees other documents in a packed row.
-            Further errors are those of `FSDPTrainerMixin.train`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -314,8 +307,8 @@ def finish(
 def _report_estimate(file: Path, trainer: Any, model_args: Any) -> None:
     """Add a line to a file: versions, the GPU, what was estimated (null on CPUs) and, on the same scale, measured."""
     logged = _logged(trainer, "tokens_per_second")
-    rates = sorted(rate for _, rate in logged[1:] or logged)  # the first has the start in it
-    rate = rates[len(rates) // 2] / trainer.args.world_size if rates else None
+    rates = [rate for _, rate in logged[1:] or logged]  # the first has the start in it
+    rate = median_high(rates) / trainer.args.world_size if rates else None
     peaks = [peak for _, peak in _logged(trainer, "peak_memory_gb")]
     packages = ("hf-fsdp-tools", "torch", "transformers", "accelerate", "trl")
     line = {
