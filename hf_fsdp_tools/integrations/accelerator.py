@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,13 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils.other import load
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.extensions.fsdp1.wrap import cast_where_computed
 from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
     check_state,
@@ -48,7 +50,7 @@ from hf_fsdp_tools.integrations.resume import stored_format, using_format
 from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
-from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
+from hf_fsdp_tools.integrations.version1 import saveable
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
@@ -58,11 +60,6 @@ from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, s
 from hf_fsdp_tools.sharding.shard import keep_after_backward
 from hf_fsdp_tools.sharding.sharding import sharded_module
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
-
-_UNUSED = (
-    "find_unused_parameters is not seen to before torch 2.13 (this is {}): where ranks use different parameters, "
-    "gradients go wrong or the ranks wait for each other."
-)
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -88,10 +85,17 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
             _take_up_model(self, model, optimizers)
-        schedulers = torch.optim.lr_scheduler.LRScheduler
         check_optimizers(optimizers, self._models)
-        first = [obj if isinstance(obj, schedulers) else _prepare_object(self, obj) for obj in objects]
-        prepared = [_prepare_object(self, obj) if isinstance(obj, schedulers) else obj for obj in first]
+        if optimizers:
+            step_kinds_apart()  # where ranks share layers or experts, their shards are of several meshes
+        ways = {
+            torch.utils.data.DataLoader: self.prepare_data_loader,
+            torch.optim.Optimizer: partial(self.prepare_optimizer, device_placement=False),
+            torch.optim.lr_scheduler.LRScheduler: self.prepare_scheduler,  # last: it looks for prepared optimizers
+        }
+        prepared = list(objects)
+        for kind, prepare in ways.items():
+            prepared = [prepare(obj) if isinstance(obj, kind) else obj for obj in prepared]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -99,7 +103,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if not self.is_fsdp2:
             refuse_under_version1(model)
             prepared = super().prepare_model(model, device_placement, evaluation_mode)
-            finish_preparing(prepared)
+            if isinstance(prepared, FullyShardedDataParallel):
+                cast_where_computed(prepared)
             return prepared
         _take_up_model(self, model, [])
         return model
@@ -310,17 +315,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size, blocking=blocking)
 
 
-def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
-    if isinstance(obj, torch.utils.data.DataLoader):
-        return accelerator.prepare_data_loader(obj)
-    if isinstance(obj, torch.optim.Optimizer):
-        step_kinds_apart()  # where ranks share layers or experts, its shards are of several meshes
-        return accelerator.prepare_optimizer(obj, device_placement=False)
-    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-        return accelerator.prepare_scheduler(obj)
-    return obj
-
-
 def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     if any(model is known for known in accelerator._models):
         return
@@ -348,7 +342,8 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
             if hasattr(root, "set_reduce_scatter_unused_params"):
                 root.set_reduce_scatter_unused_params(True)
             else:
-                warn_on_node(_UNUSED.format(torch.__version__))
+                fact = f"find_unused_parameters is not seen to before torch 2.13 (this is {torch.__version__})"
+                warn_on_node(f"{fact}: where ranks use different parameters, gradients go wrong or the ranks wait.")
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark

@@ -40,15 +40,8 @@ from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean
 
 
-def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
-    """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind; None means detected blocks."""
-    settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
-    if not reshard:
-        settings["reshard_after_forward"] = {"*": False}
-    return HybridPolicy(**settings)
-
-
 def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> dict[str, Any]:
+    """Fields of `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind."""
     function, keywords = (wrap.func, wrap.keywords) if isinstance(wrap, functools.partial) else (wrap, {})
     if wrap is None:
         return {}
@@ -321,8 +314,9 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             idle.append(f"min_num_params={size} has effect only with SIZE_BASED_WRAP")
         if idle:
             warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.")
-        reshard = self.reshard_after_forward is not False
-        return policy_from_wrap(self.auto_wrap_policy, class_names=names, min_num_params=size, reshard=reshard)
+        settings = _settings(self.auto_wrap_policy, tuple(name.strip() for name in names if name.strip()), size)
+        settings |= {"reshard_after_forward": {"*": False}} if self.reshard_after_forward is False else {}
+        return HybridPolicy(**settings)
 
 
 def _read_version(version: int | None) -> tuple[int, bool]:

@@ -135,11 +135,8 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
     """
     manifest, problem = None, ""
     with agreed("looking at the checkpoint's files", folder):
-        if rank_and_size()[0] == 0:
-            try:
-                manifest, problem = read_manifest(folder), damage_of(folder, allowed)
-            except CheckpointError as error:
-                problem = f"is damaged: {error}".rstrip(".")
+        if rank_and_size()[0] == 0 and not (problem := damage_of(folder, allowed)):
+            manifest = read_manifest(folder)
     manifest, problem = all_ranks((manifest, problem), "comparing the checkpoint with its manifest")[0]
     if problem:
         raise CheckpointError(f"{str(folder)!r} {problem}. Use another checkpoint, or copy it again.")
@@ -156,7 +153,10 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
 
 def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
     """What is wrong with a folder by its manifest, for messages; "" where nothing is, or where there is no manifest."""
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return f"is damaged: {error}".rstrip(".")
     if manifest is None and (folder / UNFINISHED).is_file():
         return "is not complete: the save to it was cut off"
     damage = {} if manifest is None else manifest.damage(folder)
@@ -290,7 +290,7 @@ def last_complete(output_dir: str, *, allowed: Collection[str] = ()) -> str | No
     plain Trainer) with `trainer_state.json`. Every rank must call; rank 0 decides.
     """
     problems: list[str] = []
-    chosen = None
+    chosen, said = None, ""
     with agreed("choosing the checkpoint", output_dir):
         if rank_and_size()[0] == 0 and Path(output_dir).is_dir():
             for folder in sort_checkpoints(output_dir)[::-1]:
@@ -298,20 +298,18 @@ def last_complete(output_dir: str, *, allowed: Collection[str] = ()) -> str | No
                     chosen = folder
                     break
                 problems.append(f"{folder!r} {fact}")
-            if chosen is not None and problems:
-                warn(f"Resuming from {Path(chosen).name}: {listed(problems, separator='; ')}.")
-    chosen, problems = all_ranks((chosen, problems), "choosing the checkpoint")[0]
-    if problems and chosen is None:
-        raise CheckpointError(f"{listed(problems, separator='; ')}. Give a complete folder; or start anew.")
+            said = listed(problems, separator="; ")
+            if chosen is not None and said:
+                warn(f"Resuming from {Path(chosen).name}: {said}.")
+    chosen, said = all_ranks((chosen, said), "choosing the checkpoint")[0]
+    if said and chosen is None:
+        raise CheckpointError(f"{said}. Give a complete folder; or start anew.")
     return chosen
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
     """Why a folder is no complete checkpoint of a Trainer, for messages; "" where it is one."""
-    try:
-        return _problem_of_state(folder) or damage_of(folder, allowed)
-    except CheckpointError as error:
-        return f"is damaged: {error}".rstrip(".")
+    return _problem_of_state(folder) or damage_of(folder, allowed)
 
 
 _KINDS_IN_STATE: dict[str, tuple[type, ...]] = {

@@ -30,10 +30,8 @@ from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
-from hf_fsdp_tools.integrations.frozen import FROZEN, check_frozen, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
-from hf_fsdp_tools.integrations.online import REWARDING, guard_rewards, stream_to_vllm
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import (
     AVERAGES,
@@ -65,6 +63,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
+from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
@@ -176,8 +175,6 @@ class FSDPTrainerMixin(PushingMixin):
         is_own = getattr(self, "loss_is_scaled_for_ga", None) is None  # a subclass with another loss sets it
         if is_own and getattr(base_of(self.model), "loss_type", None) in _OVER_OWN_ROWS:
             self.model_accepts_loss_kwargs = False
-        guard_rewards(self)
-        stream_to_vllm(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
             add_to_note(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = 1  # by which TRL divides its tokens; `gather_for_metrics` has counted shared rows once
@@ -192,8 +189,6 @@ class FSDPTrainerMixin(PushingMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
-        if name in FROZEN and isinstance(value, nn.Module):
-            check_frozen(name, value)
         super().__setattr__(name, value)
         if name in (*FROZEN, "model"):
             shard_frozen(self)
@@ -513,7 +508,13 @@ class FSDPTrainerMixin(PushingMixin):
         one before, and a run that resumes would begin with that of the first."""
         sampler = super()._get_train_sampler(*args, **kwargs)
         if hasattr(sampler, "mini_repeat_count") and getattr(sampler, "seed", None) is not None and sampler.shuffle:
-            sampler.set_epoch = partial(_draw_to_epoch, sampler)
+
+            def draw_to(epoch: int) -> None:
+                sampler.generator.manual_seed(sampler.seed)
+                for _ in range(epoch):
+                    torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+            sampler.set_epoch = draw_to
         return sampler
 
     def _load_best_model(self) -> None:
@@ -566,13 +567,6 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     finally:
         if launched is not None:
             os.environ["ACCELERATE_USE_FSDP"] = launched
-
-
-def _draw_to_epoch(sampler: Any, epoch: int) -> None:
-    """Bring the generator of TRL's `RepeatSampler` to where it is before an epoch."""
-    sampler.generator.manual_seed(sampler.seed)
-    for _ in range(epoch):
-        torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def _refuse_counted_again(trainer: Any) -> None:

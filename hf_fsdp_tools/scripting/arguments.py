@@ -24,7 +24,7 @@ from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
-from hf_fsdp_tools.scripting.formats import chosen_columns, column_options
+from hf_fsdp_tools.scripting.formats import column_options
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 
@@ -139,7 +139,7 @@ def parse_arguments(
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
     parsed = parser.parse(_DEMO | dict(demo or {}))
-    chosen = chosen_columns(parsed[-1]) if columns else {}
+    chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
         if hasattr(one, "dataset_name"):

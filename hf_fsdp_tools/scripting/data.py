@@ -108,13 +108,14 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             raise _refused(script.dataset_name, next(_bad_lines(names), f"{error}")) from error
         if tests and evaluation is None:
             train, evaluation = _held_out(whole, script, training)
-        if not script.dataset_streaming and len(train) < ranks:
+        if script.dataset_streaming:
+            if evaluation is not None:
+                evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
+        elif len(train) < ranks:
             few = f"{len(train)} row(s) for training on {ranks} processes, and each needs one"
             raise _refused(script.dataset_name, f"{few}. Give more rows, or use fewer processes")
-        if not script.dataset_streaming and evaluation is not None and not len(evaluation):
+        elif evaluation is not None and not len(evaluation):
             raise _refused(script.dataset_name, "no row for evaluation. Give more rows, or --eval_strategy no")
-        if script.dataset_streaming and evaluation is not None:
-            evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
         held_out = None if train is whole else evaluation  # not those of a split of their own
         seed = training.seed if getattr(training, "shuffle_dataset", False) else None

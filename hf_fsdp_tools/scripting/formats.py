@@ -157,11 +157,6 @@ def column_options(names: Sequence[str]) -> type:
     return make_dataclass("ColumnArguments", options)
 
 
-def chosen_columns(options: Any) -> dict[str, str | None]:
-    """The user's column for each name, None where no option gives one."""
-    return {option.removesuffix("_column"): column for option, column in vars(options).items()}
-
-
 def with_names_of_recipe(
     dataset: Any, name: str, chosen: Mapping[str, str | None], columns: Collection[str], *, text: str, is_mixed: bool
 ) -> Any:
