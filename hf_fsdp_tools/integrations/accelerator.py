@@ -1,6 +1,7 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -88,7 +89,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         check_optimizers(optimizers, self._models)
         if optimizers:
             step_kinds_apart()  # where ranks share layers or experts, their shards are of several meshes
-        ways = {
+        ways: dict[type, Callable[..., Any]] = {
             torch.utils.data.DataLoader: self.prepare_data_loader,
             torch.optim.Optimizer: partial(self.prepare_optimizer, device_placement=False),
             torch.optim.lr_scheduler.LRScheduler: self.prepare_scheduler,  # last: it looks for prepared optimizers

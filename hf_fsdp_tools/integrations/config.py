@@ -255,29 +255,24 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
         value = getattr(config, row.field) if row.field else None
         if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
+    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
+    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "fsdp_config": section,
+        # The launcher does not pass use_cpu on to FSDP's processes; gpu_ids "" sets CUDA_VISIBLE_DEVICES= for them.
+        "gpu_ids": "" if config.use_cpu else config.gpu_ids,
         "machine_rank": config.machine_rank,
+        "main_process_ip": config.main_process_ip or None,
         # With 0 the launcher looks for a free port, so that two runs on a machine do not collide on 29500.
         "main_process_port": config.main_process_port or 0,
         "mixed_precision": config.mixed_precision,
         "num_machines": config.num_machines,
         "num_processes": config.num_processes,
+        "parallelism_config": sizes if config.num_processes > config.dp_shard_size else None,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": config.use_cpu,
     }
-    if config.main_process_ip:
-        data["main_process_ip"] = config.main_process_ip
-    if config.use_cpu:
-        # The launcher does not pass use_cpu on to FSDP's processes; gpu_ids "" sets CUDA_VISIBLE_DEVICES= for them.
-        data["gpu_ids"] = ""
-    elif config.gpu_ids is not None:
-        data["gpu_ids"] = config.gpu_ids
-    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
-    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
-    if config.num_processes > config.dp_shard_size:
-        data["parallelism_config"] = sizes
-    return data
+    return {key: value for key, value in data.items() if value is not None}

@@ -108,14 +108,10 @@ def parse_arguments(
     ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
     with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
 
-    Args:
-        dataclasses: of TRL's parser.
-        defaults: of this recipe, before those of the dataclasses.
-        demo: defaults where neither the command line nor the file names a model.
-        columns: names under which the recipe takes columns ("text", "prompt", …). Each makes an option
-            (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name.
-
-    Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group.
+    `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
+    the file names a model. Each name of `columns` ("text", "prompt", …) makes an option (`--prompt_column question`),
+    and `load_splits` gives the user's column the recipe's name. Each process calls it for itself, and the result is the
+    same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options

@@ -30,15 +30,8 @@ def check_before_loading(
     Looked at: the model's config, the first 100 rows (all where the tokenizer has more tokens than the model), and for
     adapters the model on meta. A default of `--max_length` becomes the positions of a model that has fewer.
 
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments.
-        tokenizer: of the model, or its processor.
-        train: the training split.
-        evaluation: the evaluation split.
-        auto_class: as for `load_model`.
-
-    Every rank must call. The ranks exchange errors alone.
+    `tokenizer` may be a processor; `auto_class` is that of `load_model`. Every rank must call. The ranks exchange
+    errors alone.
 
     Raises:
         ConfigError: this kind of training, adapter or optimizer does not fit the model, its positions, its tokens or

@@ -61,12 +61,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. With
     `--dataset_streaming` rows are read as they are needed, each rank its share without end.
 
-    Args:
-        script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
-        training: the Trainer's arguments.
-        columns: the recipe needs all columns of one of these sets, as TRL names them.
-
-    Every rank must call. The ranks exchange errors alone.
+    The recipe needs all `columns` of one of these sets, as TRL names them; those that `script.column_names` names (of
+    `parse_arguments`) are renamed. Every rank must call. The ranks exchange errors alone.
 
     Raises:
         ConfigError: a dataset is absent, empty or malformed (with file and line), has other columns, or fewer rows than

@@ -47,12 +47,9 @@ _CHAT_TEMPLATE = (
 def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     """The folders of a small model and of a data set below `outputs/demo`, made by the first rank of each node.
 
-    Args:
-        accelerator: of `make_accelerator`.
-        kind: of the data, which decides the model: "text", "prompts", "beginnings" (with a model for a teacher beside
-            it, `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images".
-
-    What is there already is kept. Every rank must call. The other ranks wait, and stop if it fails.
+    The kind of the data decides the model: "text", "prompts", "beginnings" (with a model for a teacher beside it,
+    `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images". What is there already is kept. Every
+    rank must call. The other ranks wait, and stop if it fails.
 
     Raises:
         ConfigError: this Python has no `pydoc_data`; on every rank alike.

@@ -52,15 +52,9 @@ def load_model(
 ) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments.
-        accelerator: of `make_accelerator`.
-        auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
-        frozen: a reference or a teacher: no fp32 masters, and each unit is freed after its forward pass.
-        keywords: of `from_pretrained`, before those that follow from the arguments.
-
-    Every rank must call; errors and what is communicated are those of `from_pretrained`.
+    `auto_class` is the `AutoModelFor…` class, or a model class; `frozen` means a reference or a teacher: no fp32
+    masters, and each unit is freed after its forward pass. `keywords` of `from_pretrained` go before what follows from
+    the arguments. Every rank must call; errors and what is communicated are those of `from_pretrained`.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -141,12 +135,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     A trainer that logs rewards returns these. A resumed run goes on with the log of its checkpoint, so that the loss
     before is that of the beginning. A stream of `load_splits` stays this rank's share.
 
-    Args:
-        trainer: a Trainer with `FSDPTrainerMixin`.
-        training: its arguments.
-        model_args: `ModelArguments`, for `--early_stopping_patience`, `--ema_decay` and `--ema_device`.
-
-    Every rank must call.
+    `--early_stopping_patience`, `--ema_decay` and `--ema_device` are those of `model_args`. Every rank must call.
 
     Raises:
         ConfigError: no token of the rows counts in the loss, or the model sees other documents in a packed row.
@@ -239,15 +228,9 @@ def finish(
     `reward.png`) where matplotlib is installed, `merged/` with `--merge_adapters`, `ema/` with `--ema_decay`. With
     `--push_to_hub` the folder is uploaded.
 
-    Args:
-        trainer: after `train`.
-        training: its arguments.
-        model_args: `ModelArguments`.
-        tokenizer: saved beside the model.
-        lines: further lines of the summary, by their names, or others for "checkpoint". A function that gives one is
-            called by every rank once the model is saved: generating may fail, and must not cost the model.
-
-    Every rank must call; errors are those of `save_pretrained`.
+    `lines` are further ones of the summary, by their names, or others for "checkpoint". A function that gives one is
+    called by every rank once the model is saved: generating may fail, and must not cost the model. Every rank must
+    call; errors are those of `save_pretrained`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -345,10 +328,6 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process after hours of good work (pytorch issues 190489 and 179291, arrow issue 45017).
-
-    Args:
-        main: without arguments.
-        name: of the recipe, for the error's line.
 
     Example:
         >>> def main() -> None:
