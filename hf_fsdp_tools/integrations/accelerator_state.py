@@ -27,7 +27,7 @@ from hf_fsdp_tools.integrations.resume import awaiting_state, check_parts, store
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
@@ -90,7 +90,7 @@ def write_state(accelerator: Any, state: StateSave) -> None:
 
     Optimizers are written under the names that their parameters have in their models. Every rank must call.
     """
-    plugin, folder, rank = accelerator.state.fsdp_plugin, state.staging, accelerator.process_index
+    folder, rank = state.staging, accelerator.process_index
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
     for i, model in enumerate(accelerator._models):
         write_part(accelerator, model, None, state, i)
@@ -118,12 +118,6 @@ def write_state(accelerator: Any, state: StateSave) -> None:
         state.needed += write_positions(accelerator, folder)
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
-    kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
-    for name, file in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
-        if "SHARDED" in str(plugin.state_dict_type):
-            state.needed.append(f"{name}/{METADATA}")
-        elif "FULL" in str(plugin.state_dict_type):
-            state.needed.append(file)
 
 
 def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, index: int) -> None:
@@ -143,20 +137,22 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
         names = {name for name, _ in model.named_buffers() if not is_prompt}
         with agreed("preparing the adapter", state.folder):
             chosen = adapter_tensors(model) | {name: t for name, t in model.state_dict().items() if name in names}
+    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if "SHARDED" not in str(plugin.state_dict_type):
+        if "FULL" in str(plugin.state_dict_type):
+            state.needed.append(files_of(name, index)[1])
         if not is_whole:
             whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
                 if rank_and_size()[0] == 0:
-                    named = {plain_name(name): tensor for name, tensor in whole.items()}
-                    torch.save(named, state.staging / files_of(FSDP_MODEL_NAME, index)[1])
+                    named = {plain_name(key): tensor for key, tensor in whole.items()}
+                    torch.save(named, state.staging / files_of(name, index)[1])
         elif optimizer is None:
             save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
         all_ranks(None, doing)  # rank 0 writes alone
         return
-    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if plugin.fsdp_version == 1:  # by collectives
         values = sharded_state(plugin, model, optimizer)
     folder = state.staging / f"{name}_{index}"
@@ -166,7 +162,7 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
             options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
             if not is_whole:
                 held = get_model_state_dict(model)
-                values = {name: held[name] for name in map(plain_name, chosen)}
+                values = {key: held[key] for key in map(plain_name, chosen)}
             elif optimizer is None:
                 values = get_model_state_dict(model, options=options)
             else:

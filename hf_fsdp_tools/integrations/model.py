@@ -33,11 +33,9 @@ from hf_fsdp_tools.text import listed
 LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
 
-_HASHING_THREADS = 8
-"""Tensors that are hashed at a time; hashing holds no lock of Python's. (assumed)"""
-
-_HASHED_ELEMENTS = 2**24
-"""Elements of a tensor on a GPU that are copied to the host at a time."""
+_HASHING_THREADS, _HASHED_ELEMENTS = 8, 2**24
+"""Tensors that are hashed at a time, for which no lock of Python's is held (assumed), and elements of one on a GPU that
+are copied to the host at a time."""
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:

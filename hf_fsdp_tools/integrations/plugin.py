@@ -48,14 +48,14 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
     if isinstance(wrap, ModuleWrapPolicy):
         return _block_types(wrap._module_classes)
     if isinstance(wrap, CustomPolicy):
-        return {"units": (_of_module(wrap._lambda_fn),)}
+        return {"units": (_predicate(wrap._lambda_fn),)}
     if function is transformer_auto_wrap_policy:
         return _block_types(keywords.get("transformer_layer_cls") or class_names)
     if function is size_based_auto_wrap_policy:
         size = keywords.get("min_num_params") or min_num_params
         return {"min_unit_params": size} if size else {}
     if function is lambda_auto_wrap_policy:
-        return {"units": (_of_module(keywords["lambda_fn"]),)}
+        return {"units": (_predicate(keywords["lambda_fn"]),)}
     if function is _or_policy:
         together: dict[str, Any] = {}
         for part in keywords["policies"]:
@@ -80,21 +80,13 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
     """A callable by its arguments: (module), (name, module), or torch's (module, recurse, nonwrapped_numel)."""
-    wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    if len(wanted) <= 1:
-        return _of_module(function)
-    if len(wanted) == 2:
-        return function
+    count = sum(parameter.default is parameter.empty for parameter in inspect.signature(function).parameters.values())
 
     def ask(fqn: str, module: nn.Module) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
-        return bool(fqn and function(module=module, recurse=False, nonwrapped_numel=size))
+        return bool(fqn and function(module, **({"recurse": False, "nonwrapped_numel": size} if count > 2 else {})))
 
-    return ask
-
-
-def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
-    return lambda fqn, module: bool(fqn and function(module))
+    return function if count == 2 else ask
 
 
 def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
@@ -119,18 +111,18 @@ def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | N
     """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank."""
     if ignored is None:
         return policy
-    modules = {name: module for name, module in model.named_modules() if name}
-    if isinstance(ignored, str):
-        names = tuple(name for name in modules if re.fullmatch(ignored, name))
-    else:
-        meant = {id(module) for module in ignored}
-        names = tuple(name for name, module in modules.items() if id(module) in meant)
-    if not names:
+    meant = set() if isinstance(ignored, str) else {id(module) for module in ignored}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if name and (re.fullmatch(ignored, name) if isinstance(ignored, str) else id(module) in meant)
+    }
+    if not modules:
         alien = ": they belong to another model."
         hint = nearest_names(ModuleTree(model), ignored) if isinstance(ignored, str) else alien
         raise ConfigError(f"ignored_modules {ignored!r} matches no module of {type(model).__name__}{hint}")
-    with_parameters = tuple(name for name in names if any(True for _ in modules[name].parameters()))
-    return replace(policy, replicate=(*policy.replicate, *with_parameters))
+    names = (name for name, module in modules.items() if any(True for _ in module.parameters()))
+    return replace(policy, replicate=(*policy.replicate, *names))
 
 
 @dataclass

@@ -89,16 +89,12 @@ def _check_random_states(file: Path) -> None:
     """Refuse random states that cannot be restored: Accelerate would go on without them, and say nothing."""
     states = load_pickled(file, device="cpu", safe=TORCH_SAFE_GLOBALS).content
     try:
-        python, numpy, torchs = next(
-            [states[key] for key in keys] for keys in _RANDOM_STATES if isinstance(states, dict) and keys[0] in states
-        )
+        python, numpy, torchs = next([states[key] for key in keys] for keys in _RANDOM_STATES if keys[0] in states)
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(torchs)
     except (StopIteration, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{file}: holds no random states ({first_line(error)}). Use another checkpoint."
-        ) from error
+        raise CheckpointError(f"{file}: holds no random states ({first_line(error)}). Use another one.") from error
 
 
 def check_parts(
@@ -405,13 +401,10 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Colle
     by_age = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
     folders = [path for path in by_age if named.fullmatch(path.name)]
     interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file()]
-    older_ones = [path for path in folders if path.name != latest.name and path not in interrupted]
-    kept = {path for path in older_ones if best is not None and path.resolve() == Path(best).resolve()}
-    too_many = max(0, len(older_ones) + 1 - max(limit, 1 + len(kept)))
-    older = {path.name for path in folders[: [path.name for path in folders].index(latest.name)]}
-    for path in interrupted:
-        if path.name in older:
-            remove_checkpoint(path)
-    for path in [path for path in older_ones if path not in kept][:too_many]:
-        if path.resolve() not in {each.resolve() for each in uploaded}:
-            remove_checkpoint(path)
+    others = [path for path in folders if path.name != latest.name and path not in interrupted]
+    kept = [path for path in others if best is not None and path.resolve() == Path(best).resolve()]
+    surplus = [path for path in others if path not in kept][: max(0, len(others) + 1 - max(limit, 1 + len(kept)))]
+    older = folders[: [path.name for path in folders].index(latest.name)]
+    goes = [path for path in surplus if path.resolve() not in {each.resolve() for each in uploaded}]
+    for path in [*(path for path in interrupted if path in older), *goes]:
+        remove_checkpoint(path)

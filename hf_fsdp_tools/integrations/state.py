@@ -121,13 +121,13 @@ def make_accelerator(
     if precision is not None and str(precision) not in PrecisionType.list():
         word = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
         accelerate_kwargs["mixed_precision"] = precision = word
+    dynamo_plugin = accelerate_kwargs.get("dynamo_plugin")
     start_state(
         plugin,
         mixed_precision=precision,
         cpu=bool(accelerate_kwargs.get("cpu")),
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
-        dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
-        or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
+        dynamo_plugin=dynamo_plugin or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
         group=group,
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
@@ -160,8 +160,9 @@ def start_state(
     init method of `group`. Without a `parallelism_config` the launcher's variables are read.
     """
     _check_gpus(cpu=cpu)
-    cpu = cpu or local_device().type == "cpu"
-    _check_float8(plugin, mixed_precision, "cpu" if cpu else local_device().type)
+    device = torch.device("cpu") if cpu else local_device()
+    cpu = device.type == "cpu"
+    _check_float8(plugin, mixed_precision, device.type)
     if AcceleratorState._shared_state:
         state = AcceleratorState()
         _refuse_other_state(state, mixed_precision, parallelism_config)
@@ -179,8 +180,7 @@ def start_state(
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
         rank, size = rank_on_node()
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
-    device = torch.device("cpu") if cpu else local_device()
+    options = {"timeout": default_timeout(device.type), **(group or {})}
     ensure_process_group(device.type, **options)  # with gloo beside NCCL, which Accelerate does on some variables only
     PartialState(cpu=cpu)
     if group and "timeout" in group:

@@ -17,6 +17,7 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.extensions.stores.state_in_store import put_state, take_name
+from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
@@ -83,6 +84,7 @@ class StateSave:
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write values as a DCP folder, or plan it and copy them. Every rank must call."""
+        self.needed.append(f"{folder.relative_to(self.staging)}/{METADATA}")
         writer = ThreadedWriter(folder) if self.blocking else HeldWriter(folder)
         save(dict(values), storage_writer=writer, planner=DefaultSavePlanner())
         if isinstance(writer, HeldWriter):
@@ -124,6 +126,7 @@ class StoredStateSave(StateSave):
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write this rank's part of a DCP folder, rank 0 the metadata too. Every rank must call."""
+        self.needed.append(f"{folder.relative_to(self.staging)}/{METADATA}")
         save(dict(values), storage_writer=ThreadedWriter(folder, sync_files=False), planner=DefaultSavePlanner())
 
     def report(self, **values: Any) -> SaveReport:

@@ -38,10 +38,6 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def _is_of_datasets(dataset: Any) -> bool:
-    return type(dataset).__module__.startswith("datasets.")
-
-
 def why_read_again(dataset: Any) -> str:
     """Why a position in a stream would not be exact, so that a resumed run reads its rows again; "" where it is."""
     if not is_stream(dataset):
@@ -50,7 +46,7 @@ def why_read_again(dataset: Any) -> str:
         version("torchdata")
     except PackageNotFoundError:
         return "torchdata, which keeps the positions of workers, is not installed (pip install torchdata)"
-    if _is_of_datasets(dataset):
+    if type(dataset).__module__.startswith("datasets."):
         installed = version("datasets")
         if tuple(map(int, installed.split(".")[:2])) < _SINCE:
             return f"datasets {installed} starts over after a second resume (pip install 'datasets>=5.1')"
@@ -144,7 +140,8 @@ def _structure(dataset: Any) -> str:
             return {key: part if key == "type" else described(part) for key, part in parts.items()}
         return [described(part) for part in state] if isinstance(state, list) else None
 
-    return repr(described(dataset.state_dict())) if is_stream(dataset) and _is_of_datasets(dataset) else ""
+    is_known = is_stream(dataset) and type(dataset).__module__.startswith("datasets.")
+    return repr(described(dataset.state_dict())) if is_known else ""
 
 
 def restore_position(loader: Any, folder: Path, index: int) -> str:
@@ -159,21 +156,18 @@ def restore_position(loader: Any, folder: Path, index: int) -> str:
             reason = f"it has no positions of {ranks} processes"
         else:
             content = load_pickled(file, device="cpu", safe=TORCH_SAFE_GLOBALS).content
+            now = _made(loader)
             try:
                 position, iteration, made = (content[key] for key in ("position", "iteration", "made"))
-                now = _made(loader)
-                others = [
-                    f"{key} {made[key]}, now {now[key]}" for key in now if key != "stream" and made[key] != now[key]
-                ]
-                is_other = made["stream"] != now["stream"]
+                others = {key: f"{key} {made[key]}, now {now[key]}" for key in now if made[key] != now[key]}
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{file}: holds no position ({first_line(error)}). Use another one.") from None
-            if is_other:
+            if "stream" in others:
                 raise CheckpointError(
                     f"{file}: is the position in another stream. Make the stream as in the run that saved it, or start "
                     "anew."
                 )
-            reason = "; ".join(others)
+            reason = "; ".join(others.values())
     reason = next(filter(None, all_ranks(reason, "comparing positions in the stream")), "")
     if not reason:
         loader.load_state_dict(position)
@@ -255,8 +249,8 @@ def share_loader(trainer: Any, *, has_state: bool) -> Any:
     )
     if not has_state:
         return loader
-    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
-    return prepare_data_loader(loader, **alone, use_stateful_dataloader=True)
+    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False, "use_stateful_dataloader": True}
+    return prepare_data_loader(loader, **alone)
 
 
 def going_on() -> AbstractContextManager[None]:

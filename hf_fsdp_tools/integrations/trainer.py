@@ -65,7 +65,6 @@ from hf_fsdp_tools.integrations.training_arguments import (
 )
 from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
-from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
@@ -266,9 +265,8 @@ class FSDPTrainerMixin(PushingMixin):
             if self.accelerator.is_main_process:
                 print(f"{self.optimizer}\n")
             return self.optimizer
-        if not hasattr(transformers.trainer, "has_mixed_dtensor"):  # before transformers 5.21
-            return super().create_optimizer(*args, **kwargs)
-        with replaced(transformers.trainer, has_mixed_dtensor=lambda tensors: False):
+        parts = hasattr(transformers.trainer, "has_mixed_dtensor")  # since transformers 5.21
+        with replaced(transformers.trainer, has_mixed_dtensor=lambda _: False) if parts else nullcontext():
             return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -408,11 +406,10 @@ class FSDPTrainerMixin(PushingMixin):
             write_part(self.accelerator, self.model, self.optimizer, state, 0)
             if self.ema is not None:
                 state.write_dcp({"ema": self.ema.state_dict()}, state.staging / AVERAGES)
-                state.needed.append(f"{AVERAGES}/{METADATA}")
         with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
+        state.needed.append(SCHEDULER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
