@@ -157,8 +157,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     ) -> Any:
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
-        Models and optimizers may come in any number and order. Of a `PeftModel` (FSDP2) the adapter is saved, with its
-        config; the base too where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state is
+        Models and optimizers may come in any number and order. A `PeftModel` (FSDP2) is saved as its adapter, with its
+        config; with the base where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state is
         complete with its manifest, which is written last. Every rank must call.
 
         To a name in a store (`s3://…`), which must hold no state, each rank writes its part to the system's place for

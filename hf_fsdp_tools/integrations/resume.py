@@ -102,7 +102,7 @@ def check_parts(
 ) -> set[str]:
     """Refuse a training state that is damaged, or from which a run cannot go on as it was.
 
-    Every rank must call. Of the files of each part the run needs one; the first ones of what is absent are returned.
+    Every rank must call. The run needs one of the files of each part; the first ones of what is absent are returned.
     Those that match `may_lack` may be absent where that is allowed, by `option`.
     """
     manifest = check_listed(folder, allowed=may_lack if allowed else ())
