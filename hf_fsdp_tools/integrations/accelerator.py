@@ -158,8 +158,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
         Models and optimizers may come in any number and order. A `PeftModel` (FSDP2) is saved as its adapter, with its
-        config; with the base where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state is
-        complete with its manifest, which is written last. Every rank must call.
+        config; with the base where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state
+        is complete with its manifest, which is written last. Every rank must call.
 
         To a name in a store (`s3://…`), which must hold no state, each rank writes its part to the system's place for
         temporary files and puts it from there; with `blocking=False`, in the background.
