@@ -1,34 +1,37 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import math
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
-from accelerate.utils.constants import SCALER_NAME
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.other import load
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.extensions.fsdp1.wrap import cast_where_computed
 from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
     check_state,
     fetch_state,
     files_of,
     load_models,
-    load_schedulers,
+    load_optimizer,
     numbered_states,
     owner_of,
     write_state,
@@ -44,11 +47,11 @@ from hf_fsdp_tools.integrations.model import (
     refuse_under_version1,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import stored_format, using_format
 from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
-from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
+from hf_fsdp_tools.integrations.version1 import saveable
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
@@ -59,18 +62,11 @@ from hf_fsdp_tools.sharding.shard import keep_after_backward
 from hf_fsdp_tools.sharding.sharding import sharded_module
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
 
-_UNUSED = (
-    "find_unused_parameters is not seen to before torch 2.13 (this is {}): where ranks use different parameters, "
-    "gradients go wrong or the ranks wait for each other."
-)
-
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """An Accelerator whose `prepare` leaves sharded models and their optimizers alone; it has no state of its own.
 
-    Accelerate's `prepare` re-links optimizers by the address of each local shard. Empty shards (fewer rows than ranks)
-    all have address 0, so their parameters collapse into one. A model that is sharded before its optimizer is made
-    needs no re-linking.
+    Accelerate's `prepare` re-links optimizers by the address of each local shard, which is 0 for all empty ones.
     """
 
     _keeps_gathered = False
@@ -90,10 +86,17 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         for model in (obj for obj in objects if isinstance(obj, nn.Module)):
             _take_up_model(self, model, optimizers)
-        schedulers = torch.optim.lr_scheduler.LRScheduler
         check_optimizers(optimizers, self._models)
-        first = [obj if isinstance(obj, schedulers) else _prepare_object(self, obj) for obj in objects]
-        prepared = [_prepare_object(self, obj) if isinstance(obj, schedulers) else obj for obj in first]
+        if optimizers:
+            step_kinds_apart()  # where ranks share layers or experts, their shards are of several meshes
+        ways: dict[type, Callable[..., Any]] = {
+            torch.utils.data.DataLoader: self.prepare_data_loader,
+            torch.optim.Optimizer: partial(self.prepare_optimizer, device_placement=False),
+            torch.optim.lr_scheduler.LRScheduler: self.prepare_scheduler,  # last: it looks for prepared optimizers
+        }
+        prepared = list(objects)
+        for kind, prepare in ways.items():
+            prepared = [prepare(obj) if isinstance(obj, kind) else obj for obj in prepared]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -101,7 +104,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if not self.is_fsdp2:
             refuse_under_version1(model)
             prepared = super().prepare_model(model, device_placement, evaluation_mode)
-            finish_preparing(prepared)
+            if isinstance(prepared, FullyShardedDataParallel):
+                cast_where_computed(prepared)
             return prepared
         _take_up_model(self, model, [])
         return model
@@ -153,33 +157,26 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     ) -> Any:
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
-        Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
-        Of a `PeftModel` (FSDP2) the adapter is saved, with its config, and no frozen weight of the base; the base too
-        where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters).
-        The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
-        deleted after the new one is complete. Every rank must call.
+        Models and optimizers may come in any number and order. A `PeftModel` (FSDP2) is saved as its adapter, with its
+        config; with the base where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters). The state
+        is complete with its manifest, which is written last. Every rank must call.
 
-        To a name in a store (`s3://…`), each rank writes its part to the system's place for temporary files and puts it
-        from there; with `blocking=False`, in the background. It must hold no state: these are not replaced there.
+        To a name in a store (`s3://…`), which must hold no state, each rank writes its part to the system's place for
+        temporary files and puts it from there; with `blocking=False`, in the background.
         """
-        if self.distributed_type != DistributedType.FSDP:
-            return super().save_state(output_dir, safe_serialization, **options)
-        naming = self.project_configuration
-        automatic = naming.automatic_checkpoint_naming
-        if output_dir is None and not automatic:
-            raise ConfigError(
-                "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
-            )
-        url = None if automatic else as_url(output_dir or "")
-        parent = (self.project_dir if automatic else output_dir) or ""
-        folder = Path() if url else local_folder(parent, "automatic_checkpoint_naming names folders,")
-        if automatic:
-            folder = folder / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        naming, plugin, url = self.project_configuration, self.state.fsdp_plugin, None
+        if automatic := naming.automatic_checkpoint_naming:
+            parent = local_folder(self.project_dir or "", "automatic_checkpoint_naming names folders,")
+            folder = parent / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.exists():
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        plugin = self.state.fsdp_plugin
+        elif output_dir is None:
+            raise ConfigError("save_state: give output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+        else:
+            url = as_url(output_dir)
+            folder = Path() if url else local_folder(output_dir, "save_state")
         if (url or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
             what, cure = ("to a store", "save to a folder") if url else ("with blocking=False", "leave blocking out")
             raise ConfigError(
@@ -214,9 +211,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
         From a store (`s3://…`), each rank reads of models and optimizers the bytes of its shards. Every rank must call.
         """
-        if self.distributed_type != DistributedType.FSDP:
-            super().load_state(input_dir, load_kwargs, **options)
-            return
         wait_for_saves()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
@@ -230,23 +224,21 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                     cure = f"Rename {str(former)!r}, where a save that was cut off left it"
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
-        with ExitStack() as stack:
-            optimizers = [
-                (i, optimizer, owner_of(optimizer, self._models))
-                for i, optimizer in enumerate(self._optimizers)
-                if not any(name in absent for name in files_of("optimizer", i))
-            ]
-            for i, optimizer, model in optimizers:
-                stack.enter_context(awaiting_state(model, optimizer, folder, i))
-            stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder), folder))
+        pairs = [(optimizer, owner_of(optimizer, self._models)) for optimizer in self._optimizers]
+        with using_format(self.state.fsdp_plugin, stored_format(folder), folder):
             load_models(self, folder)
-            stack.enter_context(_apart(self, without_scaler=SCALER_NAME in absent))
-            super().load_state(str(folder), load_kwargs, **options)
-            for i, optimizer, model in optimizers:
-                plain = getattr(optimizer, "optimizer", optimizer)
-                load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
+            for i, (optimizer, model) in enumerate(pairs):
+                if files_of(OPTIMIZER_NAME, i)[0] not in absent:
+                    load_optimizer(self, optimizer, model, folder, i)
+            scaler = None if SCALER_NAME in absent else self.scaler
+            # all but models, optimizers and schedulers, which Accelerate would pair by their numbers
+            with replaced(self, _models=[], _optimizers=[], _schedulers=[], scaler=scaler):
+                super().load_state(str(folder), load_kwargs, **options)
         restore_positions(self, folder)
-        load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
+        with agreed("reading the schedulers", folder):
+            for i, scheduler in enumerate(self._schedulers):
+                if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
+                    scheduler.load_state_dict(load(folder / name, **(load_kwargs or {})))
         # ranks without a file of their own would accumulate out of step
         self.step = all_ranks(self.step, "loading the state")[0]
 
@@ -256,10 +248,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         super().end_training()
 
     def wait_for_everyone(self) -> None:
-        """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named.
-
-        Accelerate's barrier on the device of LOCAL_RANK fails where each process sees one device of its own.
-        """
+        """Wait as `Accelerator.wait_for_everyone` does, for every rank, without a collective: a lost rank is named, and
+        Accelerate's barrier on the device of LOCAL_RANK fails where each process sees one device of its own."""
         wait_for_all_ranks()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -271,11 +261,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return going_first(self.is_local_main_process)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
-
-        So random draws (dropout) go on from the state that `load_state` restored, as in the interrupted run. It skips
-        in the running epoch alone, and the epochs of both loaders are counted together.
-        """
+        """Skip as `Accelerator.skip_first_batches` does, in the running epoch alone, with a loader whose start draws no
+        random number, so that draws (dropout) go on from the state that `load_state` restored."""
         return skip_once(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -324,23 +311,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         **options: Any,
     ) -> None:
         """Write a sharded model as a Hugging Face folder, by `save_pretrained`. Every rank must call."""
-        if self.distributed_type != DistributedType.FSDP:
-            super().save_model(model, save_directory, max_shard_size, **options)
-            return
         if not options.pop("safe_serialization", True) or options:
             raise ConfigError("save_model: sharded models are written as safetensors. Leave out safe_serialization.")
         save_pretrained(saveable(model), save_directory, max_shard_size=max_shard_size, blocking=blocking)
-
-
-def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
-    if isinstance(obj, torch.utils.data.DataLoader):
-        return accelerator.prepare_data_loader(obj)
-    if isinstance(obj, torch.optim.Optimizer):
-        step_kinds_apart()  # where ranks share layers or experts, its shards are of several meshes
-        return accelerator.prepare_optimizer(obj, device_placement=False)
-    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-        return accelerator.prepare_scheduler(obj)
-    return obj
 
 
 def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -370,16 +343,11 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
             if hasattr(root, "set_reduce_scatter_unused_params"):
                 root.set_reduce_scatter_unused_params(True)
             else:
-                warn_on_node(_UNUSED.format(torch.__version__))
+                fact = f"find_unused_parameters is not seen to before torch 2.13 (this is {torch.__version__})"
+                warn_on_node(f"{fact}: where ranks use different parameters, gradients go wrong or the ranks wait.")
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark
-
-
-def _apart(accelerator: Any, *, without_scaler: bool) -> AbstractContextManager[None]:
-    """Let Accelerate load all but models, and optimizers and schedulers, which it would pair with them by numbers."""
-    scaler = None if without_scaler else accelerator.scaler
-    return replaced(accelerator, _models=[], _optimizers=[], _schedulers=[], scaler=scaler)
 
 
 class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed
@@ -407,11 +375,8 @@ class ShardedScaler(torch.amp.GradScaler):
             super()._lazy_init_scale_growth_tracker(dev)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite.
-
-        torch lets them look at the gradients themselves, on the device of the loss scale: Accelerate would not see that
-        a step was skipped, and offloaded parameters would be stepped before the answer has arrived on the CPU.
-        """
+        """Step as `GradScaler.step` does; fused optimizers too are not called where a gradient is infinite: they would
+        look themselves, Accelerate would see no skipped step, and offloaded parameters would be stepped too early."""
         looks_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's own
         try:

@@ -1,6 +1,6 @@
 """The state of an Accelerator, as `save_state` writes and `load_state` reads it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
-from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
-from accelerate.utils.other import load as load_by_accelerate
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.integrations.resume import check_parts
+from hf_fsdp_tools.integrations.resume import awaiting_state, check_parts, stored_format, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
@@ -91,7 +90,7 @@ def write_state(accelerator: Any, state: StateSave) -> None:
 
     Optimizers are written under the names that their parameters have in their models. Every rank must call.
     """
-    plugin, folder, rank = accelerator.state.fsdp_plugin, state.staging, accelerator.process_index
+    folder, rank = state.staging, accelerator.process_index
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
     for i, model in enumerate(accelerator._models):
         write_part(accelerator, model, None, state, i)
@@ -119,15 +118,9 @@ def write_state(accelerator: Any, state: StateSave) -> None:
         state.needed += write_positions(accelerator, folder)
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
-    kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
-    for name, file in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
-        if "SHARDED" in str(plugin.state_dict_type):
-            state.needed.append(f"{name}/{METADATA}")
-        elif "FULL" in str(plugin.state_dict_type):
-            state.needed.append(file)
 
 
-def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
+def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, index: int) -> None:
     """Write a model, or an optimizer of it, as Accelerate does; of a `PeftModel` the adapter, without the frozen base.
 
     Every rank must call. Errors of a rank before and after the collectives are exchanged, so that no rank enters
@@ -135,27 +128,31 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
     """
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-    is_whole = optimizer is not None or not _leaves_base_out(model)
-    chosen: dict[str, torch.Tensor] = {}
+    is_whole, chosen = optimizer is not None or not _leaves_base_out(model), dict[str, torch.Tensor]()
     if optimizer is None:
         warn_of_drift(model)
     if not is_whole:
+        # buffers that steps may change, as those of batch norms; of prompt methods none: their states would seem whole
+        is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
+        names = {name for name, _ in model.named_buffers() if not is_prompt}
         with agreed("preparing the adapter", state.folder):
-            chosen = adapter_tensors(model) | _buffers(model)
+            chosen = adapter_tensors(model) | {name: t for name, t in model.state_dict().items() if name in names}
+    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if "SHARDED" not in str(plugin.state_dict_type):
+        if "FULL" in str(plugin.state_dict_type):
+            state.needed.append(files_of(name, index)[1])
         if not is_whole:
             whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
                 if rank_and_size()[0] == 0:
-                    named = {plain_name(name): tensor for name, tensor in whole.items()}
-                    torch.save(named, state.staging / files_of(FSDP_MODEL_NAME, index)[1])
+                    named = {plain_name(key): tensor for key, tensor in whole.items()}
+                    torch.save(named, state.staging / files_of(name, index)[1])
         elif optimizer is None:
             save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
         all_ranks(None, doing)  # rank 0 writes alone
         return
-    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if plugin.fsdp_version == 1:  # by collectives
         values = sharded_state(plugin, model, optimizer)
     folder = state.staging / f"{name}_{index}"
@@ -165,7 +162,7 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
             options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
             if not is_whole:
                 held = get_model_state_dict(model)
-                values = {name: held[name] for name in map(plain_name, chosen)}
+                values = {key: held[key] for key in map(plain_name, chosen)}
             elif optimizer is None:
                 values = get_model_state_dict(model, options=options)
             else:
@@ -179,13 +176,6 @@ def _leaves_base_out(model: Any) -> bool:
         return False
     is_merged = any(getattr(module, "merged", False) is True for module in model.modules())
     return not is_merged and not any(map(changes_base, model.peft_config.values()))
-
-
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Buffers that steps may change, as those of batch norms; of prompt methods none, whose states would seem whole."""
-    is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
-    names = {name for name, _ in model.named_buffers() if not is_prompt}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def _write_adapter_config(model: Any, state: StateSave, index: int) -> None:
@@ -225,6 +215,13 @@ def load_models(accelerator: Any, folder: Path) -> None:
             set_model_state_dict(model, part, options=StateDictOptions(strict=False))
         else:
             load_fsdp_model(plugin, accelerator, model, str(folder), i, adapter_only=True)
+
+
+def load_optimizer(accelerator: Any, optimizer: Any, model: nn.Module, folder: Path, index: int = 0) -> None:
+    """Load the state of an optimizer of a model, as Accelerate does, in the stored format. Every rank must call."""
+    plugin, optimizer = accelerator.state.fsdp_plugin, getattr(optimizer, "optimizer", optimizer)
+    with awaiting_state(model, optimizer, folder, index), using_format(plugin, stored_format(folder), folder):
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
 
 
 def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
@@ -281,36 +278,21 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
 
     Every rank must call.
     """
-    random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
 
-    def absent_parts() -> Iterator[tuple[str, str]]:
-        names_of_files = {path.name for path in folder.iterdir()}
-        is_local = any("_rank" in name for name in names_of_files)  # LOCAL_STATE_DICT, in which each rank has its files
+    def parts() -> Iterator[tuple[Sequence[str], str]]:
+        there = {path.name for path in folder.iterdir()}
+        is_local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
         models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
-        if lost := [names for names in models if not is_local and not names_of_files.intersection(names)]:
+        if lost := [names for names in models if not is_local and not there.intersection(names)]:
             raise CheckpointError(
                 f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
                 f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
             )
-        for i in range(len(accelerator._optimizers)):
-            if not names_of_files.intersection(names := files_of(OPTIMIZER_NAME, i)):
-                yield names[0], "an optimizer"
-        for i in range(len(accelerator._schedulers)):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in names_of_files:
-                yield name, "a scheduler"
-        if accelerator.scaler is not None and SCALER_NAME not in names_of_files:
-            yield SCALER_NAME, "the loss scale"
-        if random_states not in names_of_files:
-            yield random_states, "random states"
+        yield from ((files_of(OPTIMIZER_NAME, i), "an optimizer") for i in range(len(accelerator._optimizers)))
+        yield from ((files_of(SCHEDULER_NAME, i)[1:], "a scheduler") for i in range(len(accelerator._schedulers)))
+        yield from [((SCALER_NAME,), "the loss scale")] * (accelerator.scaler is not None)
+        yield (f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl",), "random states"
 
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
     option = "load_state(…, allow_incomplete=True)"
-    return check_parts(folder, absent_parts, rest, allowed=allow_incomplete, option=option)
-
-
-def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:
-    """Load the schedulers of a state, but for those that it lacks. Every rank must call."""
-    with agreed("reading the schedulers", folder):
-        for i, scheduler in enumerate(schedulers):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
-                scheduler.load_state_dict(load_by_accelerate(folder / name, **load_kwargs))
+    return check_parts(folder, parts(), rest, allowed=allow_incomplete, option=option)

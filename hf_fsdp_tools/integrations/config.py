@@ -114,7 +114,7 @@ class FSDPConfig:
     """Regular expression of whole module names that stay whole on every rank."""
 
     def __post_init__(self) -> None:
-        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self, YAML_KEYS)]
+        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self)]
         if len(problems) == 1:
             raise ConfigError(f"the configuration cannot be used: {problems[0]}")
         if problems:
@@ -171,30 +171,28 @@ class FSDPConfig:
             bf16 = accelerator is not None and computes_bfloat16(accelerator)
             device = f"this machine has {gpu_count or 'no'} GPU{'s' * (gpu_count > 1)}"
             precision = "the GPUs compute in bf16; trained weights stay float32" if bf16 else "no bf16 on these GPUs"
-        if gpu_count < 1:
-            return cls(num_processes=CPU_PROCESSES, use_cpu=True), {
-                "use_cpu": device,
-                "num_processes": "the fewest that really shard",
-                "mixed_precision": "float32 on CPU, so that runs can be compared",
-            }
-        reasons = {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
-        return cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no"), reasons
+        if gpu_count > 0:
+            config = cls(num_processes=gpu_count, mixed_precision="bf16" if bf16 else "no")
+            return config, {"use_cpu": device, "num_processes": "one for each GPU", "mixed_precision": precision}
+        return cls(num_processes=CPU_PROCESSES, use_cpu=True), {
+            "use_cpu": device,
+            "num_processes": "the fewest that really shard",
+            "mixed_precision": "float32 on CPU, so that runs can be compared",
+        }
 
-    @classmethod
-    def check_file(cls, path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
+    @staticmethod
+    def check_file(path: str | os.PathLike[str]) -> "tuple[Finding, ...]":
         """Findings about a user's own Accelerate config, errors first; empty if every setting will be honoured.
 
-        Finds unknown keys (with the nearest names), values of the wrong type, contradictions, an absent or deprecated
-        FSDP version, settings that FSDP2 lacks or names differently, settings that this package refuses
-        (docs/settings.md lists all settings), and more processes than this machine has devices. Starts and communicates
-        nothing. Imports Accelerate, for its own lists of general keys.
+        docs/settings.md lists what is found. Starts and communicates nothing. Imports Accelerate, for its own lists of
+        general keys.
 
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        from hf_fsdp_tools.integrations.config_file import check_file
+        from hf_fsdp_tools.integrations.interpret import check_file
 
-        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(cls)})
+        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(FSDPConfig)})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -206,7 +204,7 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or asks for a thing that has no meaning here.
         """
-        from hf_fsdp_tools.integrations.config_file import translate_file
+        from hf_fsdp_tools.integrations.interpret import translate_file
 
         return translate_file(path, YAML_KEYS)
 
@@ -257,29 +255,24 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
         value = getattr(config, row.field) if row.field else None
         if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
+    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
+    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "fsdp_config": section,
+        # The launcher does not pass use_cpu on to FSDP's processes; gpu_ids "" sets CUDA_VISIBLE_DEVICES= for them.
+        "gpu_ids": "" if config.use_cpu else config.gpu_ids,
         "machine_rank": config.machine_rank,
+        "main_process_ip": config.main_process_ip or None,
         # With 0 the launcher looks for a free port, so that two runs on a machine do not collide on 29500.
         "main_process_port": config.main_process_port or 0,
         "mixed_precision": config.mixed_precision,
         "num_machines": config.num_machines,
         "num_processes": config.num_processes,
+        "parallelism_config": sizes if config.num_processes > config.dp_shard_size else None,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": config.use_cpu,
     }
-    if config.main_process_ip:
-        data["main_process_ip"] = config.main_process_ip
-    if config.use_cpu:
-        # The launcher does not pass use_cpu on to FSDP's processes; gpu_ids "" sets CUDA_VISIBLE_DEVICES= for them.
-        data["gpu_ids"] = ""
-    elif config.gpu_ids is not None:
-        data["gpu_ids"] = config.gpu_ids
-    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
-    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
-    if config.num_processes > config.dp_shard_size:
-        data["parallelism_config"] = sizes
-    return data
+    return {key: value for key, value in data.items() if value is not None}

@@ -1,7 +1,6 @@
 """sentence-transformers on shards: its modules are made as always, around a sharded model where it would load one."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -34,16 +33,14 @@ def load_embedder(
 ) -> SentenceTransformer:
     """A SentenceTransformer of a checkpoint, with the sharded model that `load(subfolder=…)` returns inside.
 
-    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Every rank must call.
-
-    Args:
-        load: shards the model; it is given `subfolder`, where the checkpoint has its transformer in one.
-        is_adapted: whether an adapter is trained, so that weights beside the transformer stay as they are.
-
-    Raises:
-        ConfigError: weights beside the transformer would be trained by each process for itself.
+    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Weights beside the
+    transformer are refused unless an adapter is trained (`is_adapted`). Every rank must call.
     """
-    with _loaded_by(load):
+
+    def load_model(module: Any, name: str, task: str, config: object, *_: Any, **keywords: Any) -> Any:
+        return _through_hooks(load(**{key: keywords[key] for key in ("subfolder",) if keywords.get(key)}))
+
+    with replaced(Transformer, _load_model=load_model):  # which would load a model whole on every rank (6.2)
         model = SentenceTransformer(name, revision=revision, device=device)
     beside = [type(module).__name__ for module in list(model)[1:] if any(True for _ in module.parameters())]
     if not isinstance(model[0], Transformer) or (beside and not is_adapted):
@@ -57,15 +54,6 @@ def load_embedder(
     card.generate_widget_examples = False  # rank 0 writes the card alone, and cannot run the model
     card.set_widget_examples = lambda dataset: None  # for which it would draw rows, and show a bar
     return model
-
-
-def _loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
-    """A block in which `Transformer` (6.2) gets what `load` returns where it would load a model whole on every rank."""
-
-    def load_model(module: Any, name: str, task: str, config: object, *_: Any, **keywords: Any) -> Any:
-        return _through_hooks(load(**{key: keywords[key] for key in ("subfolder",) if keywords.get(key)}))
-
-    return replaced(Transformer, _load_model=load_model)
 
 
 def _through_hooks(model: Any) -> Any:

@@ -4,21 +4,26 @@ A mapping gives fields of FSDPConfig, arguments of the Trainer, a sentence for e
 """
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
+import torch
+import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.settings import Setting, read_strategies, read_value
-from hf_fsdp_tools.modeling.pickles import read_json_object
-from hf_fsdp_tools.text import did_you_mean, quoted
+from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
+from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
+from hf_fsdp_tools.text import did_you_mean, listed, quoted
 
 
 @dataclass(kw_only=True)
@@ -50,25 +55,22 @@ class Translation:
 
     def say(self, key: str, value: Any, meaning: str) -> None:
         """Note the meaning of a key."""
-        shown = json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
-        self.sentences[key] = (shown, meaning)
+        self.sentences[key] = (json.dumps(value) if isinstance(value, list | dict | bool) else str(value), meaning)
 
     def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
         """Note a problem."""
         self.findings.append(Finding(code=code, severity=severity, fact=fact, cure=cure))
 
-    def keep(self, key: str, value: Any, kind: Any, name: str) -> Any:
-        """Keep a value as a field; None where it is absent or of another kind."""
+    def keep(self, key: str, value: Any, kind: Any, name: str) -> None:
+        """Keep a value as a field, if it is there and of this kind."""
         if value is None or (name == "main_process_port" and value == 0):
-            return None
+            return
         try:
             self.fields[name] = read_value(kind, value)
+            self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
         except ValueError as expected:
             self.say(key, value, f"left out: {expected} is expected")
             self.find("error", "wrong-value", f"{key} is {quoted(value)}.", f"Use {expected}.")
-            return None
-        self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
-        return self.fields[name]
 
     def unknown(self, key: str, value: Any, known: Any, *, stops: bool = False) -> None:
         """Note a key that nobody knows."""
@@ -112,11 +114,9 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 """Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
 
 
-def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path = Path()) -> Translation:
-    """The meaning of a file's content.
-
-    `keys` are the settings of section `fsdp_config`; in `folder` lies the JSON that a DeepSpeed section points to.
-    """
+def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path) -> Translation:
+    """The meaning of a file's content; `keys` are the settings of section `fsdp_config`, and in `folder` lies the JSON
+    that a DeepSpeed section points to."""
     result = Translation()
     kind = str(data.get("distributed_type", "NO"))
     if is_deepspeed(data):
@@ -129,8 +129,7 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
         return result
     if kind in ("NO", "MULTI_CPU"):
         result.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
-    if kind == "NO":
-        result.fields["num_processes"] = 1
+    result.fields |= {"num_processes": 1} if kind == "NO" else {}
     sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
         "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
         "parallelism_config": _parallelism,
@@ -143,17 +142,15 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
     for key, value in data.items():
         if key == "distributed_type":
             result.say(key, kind, _KINDS[kind])
-        elif key in sections and not isinstance(value or {}, Mapping):
+        elif key not in sections:
+            _general(key, value, result) if key in known else result.unknown(key, value, known, stops=True)
+        elif not isinstance(value or {}, Mapping):
             result.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
             result.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
-        elif key in sections and used.get(key, kind) == kind:
+        elif used.get(key, kind) == kind:
             sections[key](value or {}, result)
-        elif key in sections:
-            result.say(key, value, f"left out: distributed_type is not {used[key]}")
-        elif key in known:
-            _general(key, value, result)
         else:
-            result.unknown(key, value, known, stops=True)
+            result.say(key, value, f"left out: distributed_type is not {used[key]}")
     return result
 
 
@@ -210,7 +207,10 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str,
         if row is None:
             result.unknown(key, value, keys)
         elif row.is_old and value is not None:
-            is_same = _as(row.kind, value) == row.fsdp2
+            try:
+                is_same = read_value(row.kind, value) == row.fsdp2
+            except ValueError:
+                is_same = False
             result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
             if not result.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
@@ -239,12 +239,10 @@ def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any
         result.fields["dp_replicate_size"] = copies
     for key, value in strategies.items():
         result.fields["reshard_after_forward"] = freed
-        if str(value).lower() in ("true", "false"):
-            result.say(key, value, "kept")
-            continue
-        meaning = f"fsdp_reshard_after_forward {str(freed).lower()}"
+        is_word = str(value).lower() not in ("true", "false")
+        meaning = f"fsdp_reshard_after_forward {str(freed).lower()}" if is_word else "kept"
         result.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
-        if not result.is_version1:
+        if is_word and not result.is_version1:
             cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
             result.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
 
@@ -255,24 +253,14 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
             result.unknown(str(key), value, known)
-        elif name in ("dp_replicate_size", "cp_size", "tp_size"):
+        elif name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size"):
             result.keep(key, value, int, name)
-        elif name == "dp_shard_size":
-            result.keep(key, value, int, name)
-            result.say(key, value, "follows from num_processes and the other sizes")
-        elif name.endswith("_size") and value not in (None, 1):
-            result.say(key, value, "left out: not part of this package")
-            fact = f"{key} is {value}: not part of this package."
-            result.find("error", "refused", fact, "Leave it out.")
+            if name == "dp_shard_size":
+                result.say(key, value, "follows from num_processes and the other sizes")
         elif value not in (None, 1):
             result.say(key, value, "left out: not part of this package")
-
-
-def _as(kind: Any, value: Any) -> Any:
-    try:
-        return read_value(kind, value)
-    except ValueError:
-        return value
+            if name.endswith("_size"):
+                result.find("error", "refused", f"{key} is {value}: not part of this package.", "Leave it out.")
 
 
 # ---- DeepSpeed ----
@@ -350,3 +338,115 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"deepspeed_config_file {name} cannot be read: {error} Put DeepSpeed's own JSON beside the file."
         ) from None
+
+
+# ---- users' own files: checked as they are, or made a config that can be used ----
+
+_MIN_NUM_PARAMS = 100_000_000
+"""The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
+
+
+def check_file(
+    path: str | os.PathLike[str], keys: Mapping[str, Setting], defaults: dict[str, Any]
+) -> tuple[Finding, ...]:
+    """The findings of `FSDPConfig.check_file`, errors first."""
+    data = _read(Path(path))
+    result = interpret(data, keys, Path(path).parent)
+    return by_severity([*result.findings, *_problems(data, result, defaults | result.fields)])
+
+
+def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
+    """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
+    data = _read(Path(path))
+    is_launch_file = is_deepspeed(data) or "distributed_type" in data
+    if other := [] if is_launch_file else [key for key in data if key not in general_keys()]:
+        raise ConfigError(
+            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
+            "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
+        )
+    result = interpret(data, keys, Path(path).parent)
+    wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
+    if refusal := result.refusal or next(wrong, ""):
+        raise ConfigError(f"{path}: {refusal}")
+    _mend(result)
+    return result
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = load_yaml(path)  # JSON is YAML
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        content = "nothing" if data is None else quoted(data)
+        raise ConfigError(f"{path} is no config: expected `key: value` lines, found {content}")
+    return {str(key): value for key, value in data.items()}
+
+
+def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, Any]) -> Iterator[Finding]:
+    """Yield the problems of the file as a whole."""
+    error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
+    if (kind := data.get("distributed_type")) != "FSDP":
+        cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
+        yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
+        return
+    if fields["use_cpu"] and "gpu_ids" not in result.fields:
+        fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
+        yield warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
+    if data.get("num_processes") in (None, -1):
+        fact = "num_processes is absent: the launcher stops unless it is told."
+        yield warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
+        return
+    if fields["gpu_ids"] == "all" or (fields["gpu_ids"] == "" and fields["use_cpu"]):
+        fields["gpu_ids"] = None
+    if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
+        fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
+    fields["min_num_params"] = fields["min_num_params"] or None  # some files write 0 for "not used"
+    if result.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
+        fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
+    if "num_processes" not in result.fields:  # found above
+        return
+    processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
+    copies, shared = fields["dp_replicate_size"], [name for name in ("cp_size", "tp_size") if fields[name] != 1]
+    if shards is not None and shards * copies * math.prod(map(fields.__getitem__, shared)) != processes:
+        further = "".join(f" times {name} {fields[name]}" for name in shared)
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes {processes}."
+        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
+        yield error(code="contradiction", fact=fact, cure=cure)
+    for fact, cure in contradictions(SimpleNamespace(**fields)):
+        yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
+    wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
+    if not fields["use_cpu"] and devices < wanted:
+        fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
+        yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
+
+
+def _mend(result: Translation) -> None:
+    """Replace fields that FSDP2 with this package does otherwise, in place."""
+    fields = result.fields
+    fields.pop("fsdp_version", None)
+    fields.pop("dp_shard_size", None)
+    if fields.get("gpu_ids") in ("all", ""):
+        del fields["gpu_ids"]
+    if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
+        del fields["mixed_precision"]
+        result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
+    if fields.pop("cpu_ram_efficient_loading", False):
+        reason = "false: each rank reads its own shards, which needs less memory and time"
+        result.say("fsdp_cpu_ram_efficient_loading", True, reason)
+    if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
+        fields["state_dict_type"] = "SHARDED_STATE_DICT"
+        result.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
+    policy = fields.get("auto_wrap_policy", "NO_WRAP")
+    needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
+    for needing, name in needs.items():
+        if not fields.get(name) or policy != needing:
+            if name in fields:
+                result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
+            fields.pop(name, None)
+            if policy == needing:
+                del fields["auto_wrap_policy"]
+                plan = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
+                result.say("fsdp_auto_wrap_policy", policy, plan)

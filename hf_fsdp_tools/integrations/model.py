@@ -33,11 +33,9 @@ from hf_fsdp_tools.text import listed
 LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
 
-_HASHING_THREADS = 8
-"""Tensors that are hashed at a time; hashing holds no lock of Python's. (assumed)"""
-
-_HASHED_ELEMENTS = 2**24
-"""Elements of a tensor on a GPU that are copied to the host at a time."""
+_HASHING_THREADS, _HASHED_ELEMENTS = 8, 2**24
+"""Tensors that are hashed at a time, for which no lock of Python's is held (assumed), and elements of one on a GPU that
+are copied to the host at a time."""
 
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -94,12 +92,9 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, n
 def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers that differ from rank 0's on some rank, by name; the same names on every rank.
 
-    Sharding takes each rank's slice of its own copy, so weights must be equal. With `fsdp_cpu_ram_efficient_loading`
-    transformers leaves them on meta (5.23) or at zero (5.17) on all ranks but the first; heads and adapters that each
-    rank drew by its own seed differ too, as do rows that were added to an embedding.
-
-    Every rank must call and reads all of its own weights once. One digest is gathered; where digests differ, one for
-    each tensor.
+    Sharding takes each rank's slice of its own copy. With `fsdp_cpu_ram_efficient_loading` transformers leaves weights
+    on meta (5.23) or at zero (5.17) on all ranks but the first; what each rank drew by its own seed differs too. Every
+    rank must call and reads all of its own weights once; one digest is gathered, or one for each tensor.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
@@ -177,11 +172,8 @@ def refuse_under_version1(model: nn.Module) -> None:
 
 
 def check_managed(model: nn.Module) -> None:
-    """Refuse a model with weights on meta, with units beside its plan, or with trainable parameters outside all units.
-
-    Weights on meta fail in the first forward pass, other units than the plan's gather more or hang, and each rank would
-    silently train its own copy of a parameter outside all units.
-    """
+    """Refuse a model with weights on meta, with units beside its plan, or with trainable parameters outside all units,
+    of which each rank would silently train its own copy."""
     _check_loaded(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     sharding = sharding_of(model)
     assert sharding is not None, "sharded here or refused before"
@@ -226,10 +218,7 @@ def _check_loaded(model: nn.Module, on_meta: list[str]) -> None:
 
 
 def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
-    """Refuse a model that computes in another precision than the Accelerator, and fp16 without loss scaling.
-
-    A model that was sharded without a precision policy computes in fp32; fp16 without scaling loses small gradients.
-    """
+    """Refuse a model that computes in another precision than the Accelerator, and fp16 without loss scaling."""
     mixed_precision = accelerator.mixed_precision
     if mixed_precision == "fp16" and accelerator.scaler is None and any(p.requires_grad for p in model.parameters()):
         raise ConfigError(

@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,41 +40,29 @@ from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean
 
 
-def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: int, reshard: bool) -> HybridPolicy:
-    """The `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind.
-
-    | `wrap` | becomes |
-    |---|---|
-    | None | the detected blocks |
-    | `transformer_auto_wrap_policy`, `ModuleWrapPolicy` | `block_types` |
-    | `size_based_auto_wrap_policy` | `min_unit_params` |
-    | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
-    | a function of (module), (name, module), or torch's (module, recurse, nonwrapped_numel) | a predicate in `units` |
-    | `_or_policy` (PEFT's) | all of its parts together |
-    """
-    settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
-    if not reshard:
-        settings["reshard_after_forward"] = {"*": False}
-    return HybridPolicy(**settings)
-
-
 def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> dict[str, Any]:
+    """Fields of `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind."""
     function, keywords = (wrap.func, wrap.keywords) if isinstance(wrap, functools.partial) else (wrap, {})
     if wrap is None:
         return {}
     if isinstance(wrap, ModuleWrapPolicy):
         return _block_types(wrap._module_classes)
     if isinstance(wrap, CustomPolicy):
-        return {"units": (_of_module(wrap._lambda_fn),)}
+        return {"units": (_predicate(wrap._lambda_fn),)}
     if function is transformer_auto_wrap_policy:
         return _block_types(keywords.get("transformer_layer_cls") or class_names)
     if function is size_based_auto_wrap_policy:
         size = keywords.get("min_num_params") or min_num_params
         return {"min_unit_params": size} if size else {}
     if function is lambda_auto_wrap_policy:
-        return {"units": (_of_module(keywords["lambda_fn"]),)}
+        return {"units": (_predicate(keywords["lambda_fn"]),)}
     if function is _or_policy:
-        return _together([_settings(part, class_names, min_num_params) for part in keywords["policies"]])
+        together: dict[str, Any] = {}
+        for part in keywords["policies"]:
+            for name, value in _settings(part, class_names, min_num_params).items():
+                is_size, other = name == "min_unit_params", together.get(name)
+                together[name] = value if other is None else min(other, value) if is_size else other + value
+        return together
     if not callable(wrap):
         raise ConfigError(
             f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
@@ -90,40 +78,20 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
     return {"block_types": types} if (types := tuple(classes)) else {}
 
 
-def _together(settings: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    together: dict[str, Any] = {}
-    for name, value in (item for each in settings for item in each.items()):
-        if name in together:
-            value = min(together[name], value) if name == "min_unit_params" else together[name] + value
-        together[name] = value
-    return together
-
-
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
     """A callable by its arguments: (module), (name, module), or torch's (module, recurse, nonwrapped_numel)."""
-    wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    if len(wanted) <= 1:
-        return _of_module(function)
-    if len(wanted) == 2:
-        return function
+    count = sum(parameter.default is parameter.empty for parameter in inspect.signature(function).parameters.values())
 
     def ask(fqn: str, module: nn.Module) -> bool:
         size = sum(parameter.numel() for parameter in module.parameters())
-        return bool(fqn and function(module=module, recurse=False, nonwrapped_numel=size))
+        return bool(fqn and function(module, **({"recurse": False, "nonwrapped_numel": size} if count > 2 else {})))
 
-    return ask
-
-
-def _of_module(function: Callable[[nn.Module], Any]) -> UnitPredicate:
-    return lambda fqn, module: bool(fqn and function(module))
+    return function if count == 2 else ask
 
 
 def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
-    """`policy` without the block types that `model` lacks; a warning names them and what is used instead.
-
-    Accelerate has one list of class names for all models of a process, and a reference or reward model of another
-    architecture has none of these classes.
-    """
+    """`policy` without the block types that `model` lacks, with a warning: Accelerate has one list of class names for
+    all models of a process, and a reward model of another architecture has none of these classes."""
     if policy.block_types is None:
         return policy
     tree = ModuleTree(model)
@@ -143,36 +111,28 @@ def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | N
     """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank."""
     if ignored is None:
         return policy
-    modules = {name: module for name, module in model.named_modules() if name}
-    if isinstance(ignored, str):
-        names = tuple(name for name in modules if re.fullmatch(ignored, name))
-    else:
-        meant = {id(module) for module in ignored}
-        names = tuple(name for name, module in modules.items() if id(module) in meant)
-    if not names:
+    meant = set() if isinstance(ignored, str) else {id(module) for module in ignored}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if name and (re.fullmatch(ignored, name) if isinstance(ignored, str) else id(module) in meant)
+    }
+    if not modules:
         alien = ": they belong to another model."
         hint = nearest_names(ModuleTree(model), ignored) if isinstance(ignored, str) else alien
         raise ConfigError(f"ignored_modules {ignored!r} matches no module of {type(model).__name__}{hint}")
-    with_parameters = tuple(name for name in names if any(True for _ in modules[name].parameters()))
-    return replace(policy, replicate=(*policy.replicate, *with_parameters))
+    names = (name for name, module in modules.items() if any(True for _ in module.parameters()))
+    return replace(policy, replicate=(*policy.replicate, *names))
 
 
 @dataclass
 class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
     """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
 
-    It differs from the plugin that it extends:
-
-    - Version 2 is the default.
-    - The units are those of `policy`, on every model and for both versions. `TRANSFORMER_BASED_WRAP` with class names,
-      `SIZE_BASED_WRAP` with a size, and torch's policies and functions are translated into it.
-    - Mixed precision reduces gradients in fp32 and does not cast outputs and buffers (Accelerate's own reduces in low
-      precision and casts both).
-    - CPU offload works without a device to pin memory for.
-
-    `docs/settings.md` says what becomes of every setting. Takes the arguments of `FullyShardedDataParallelPlugin`, and
-    `policy`. Nothing is communicated. FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`;
-    `from_pretrained` is for FSDP2.
+    It differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, into which
+    Accelerate's and torch's own policies are translated; mixed precision reduces gradients in fp32 and does not cast
+    outputs and buffers; CPU offload works without a device to pin memory for. `docs/settings.md` says what becomes of
+    every setting. FSDP1 (`fsdp_version=1`, deprecated in PyTorch) shards plain models in `prepare`.
 
     Raises:
         ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
@@ -183,21 +143,17 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
     """
 
-    policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
+    policy: HybridPolicy | None = None
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
-    ep_size: int = field(default=0, metadata={"help": "How many neighbouring processes share the experts."})
+    ep_size: int = 0
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
-    activation_checkpointing_every_n_layers: int = field(
-        default=0, metadata={"help": "Checkpoint the first of every n blocks."}
-    )
+    activation_checkpointing_every_n_layers: int = 0
     """Checkpoint the first of every n blocks; 0 reads the variable FSDP_ACTIVATION_CHECKPOINTING_EVERY_N_LAYERS, and
     means 1 without it."""
 
-    activation_checkpointing_save_ops: Any = field(
-        default=None, metadata={"help": "Operators whose results checkpointed blocks keep: matmul, attention, …"}
-    )
+    activation_checkpointing_save_ops: Any = None
     """Operators whose results checkpointed blocks keep, a list of names or a text with commas; None reads the variable
     FSDP_ACTIVATION_CHECKPOINTING_SAVE_OPS."""
 
@@ -252,11 +208,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         return as_recompute(self.activation_checkpointing and self._recompute)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
-        """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
-
-        Raises:
-            ConfigError: `ignored_modules` matches no module of the model.
-        """
+        """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole."""
         assert self.policy is not None
         policy = narrowed(self.policy, model) if self.translated else self.policy
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
@@ -269,13 +221,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.state_dict_config.offload_to_cpu = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
-
-        Under FSDP2 `policy` decides, once there is a model; a call before there is an Accelerator changes nothing.
-
-        Raises:
-            ConfigError: the Accelerator has no `prepare` of this package, or FSDP1 cannot shard the model.
-        """
+        """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself. Under FSDP2 that is an
+        error: the Accelerator has no `prepare` of this package. A call before there is one changes nothing."""
         if self.fsdp_version == 2:
             if not AcceleratorState._shared_state:
                 return
@@ -285,8 +232,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "Accelerator with make_accelerator(fsdp_plugin=…), or pass it to from_pretrained(…, "
                 "accelerator=accelerator) before prepare."
             )
-        policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
-        self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
+        self.auto_wrap_policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))  # type: ignore[assignment]
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
@@ -361,16 +307,16 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             idle.append(f"min_num_params={size} has effect only with SIZE_BASED_WRAP")
         if idle:
             warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.")
-        reshard = self.reshard_after_forward is not False
-        return policy_from_wrap(self.auto_wrap_policy, class_names=names, min_num_params=size, reshard=reshard)
+        settings = _settings(self.auto_wrap_policy, tuple(name.strip() for name in names if name.strip()), size)
+        settings |= {"reshard_after_forward": {"*": False}} if self.reshard_after_forward is False else {}
+        return HybridPolicy(**settings)
 
 
 def _read_version(version: int | None) -> tuple[int, bool]:
-    """The version of FSDP, and whether a config that names none was launched.
+    """The version of FSDP, and whether a config that names none was launched, for which `accelerate launch` says 1.
 
-    `accelerate launch` takes a file without `fsdp_version` for version 1, and the processes see the same variables as
-    for a file that says 1. Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`;
-    with others the launcher leaves that at true, which FSDP1 does not have.
+    Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`; with others the launcher
+    leaves that at true, which FSDP1 does not have.
     """
     text = str(os.environ.get("FSDP_VERSION", "2") if version is None else version).strip()
     if text not in ("1", "2"):
@@ -405,8 +351,7 @@ def _drop_fsdp1_settings(plugin: Any) -> str:
     for row in SETTINGS:
         if row.argument and row.is_old:
             if (value := _value(plugin, row.argument)) not in (None, row.fsdp2):
-                shown = getattr(getattr(plugin, row.argument), "name", getattr(plugin, row.argument))
-                left_out.append(f"{row.argument}={value if shown is None else shown}")
+                left_out.append(f"{row.argument}={value}")
             setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
     return ", ".join(left_out)
 

@@ -15,7 +15,7 @@ from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import library_errors, warn
 from hf_fsdp_tools.hub import CARD, upload
-from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
+from hf_fsdp_tools.integrations.resume import STATE_FILES
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import hub_name_of, is_outdated
@@ -35,8 +35,8 @@ else:
 class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     """Uploads by a `Trainer` whose ranks save together: each is one commit of complete files, made by rank 0.
 
-    What is uploaded while training goes on comes from the checkpoint itself; where that fails, training goes on with a
-    warning. Elsewhere an error of the hub is the same `CheckpointError` on every rank, and what was saved stays.
+    Where an upload fails while training goes on, it goes on with a warning; elsewhere an error of the hub is the same
+    `CheckpointError` on every rank, and what was saved stays.
     """
 
     hub_model_id: str | None

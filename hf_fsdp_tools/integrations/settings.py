@@ -4,7 +4,7 @@ The table of all settings is made from the fields of FSDPConfig (`config.SETTING
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -133,15 +133,15 @@ Problem = tuple[str, str]
 """A fact and its cure."""
 
 
-def contradictions(config: Any, keys: Mapping[str, Setting]) -> list[Problem]:
+def contradictions(config: Any) -> list[Problem]:
     """The fact and the cure of every contradiction in a config, or in anything with the attributes of `FSDPConfig`."""
-    problems = [*_type_problems(config, keys)]  # the other checks compare numbers, and need right types
+    problems = [*_type_problems(config)]  # the other checks compare numbers, and need right types
     return problems or [*_process_problems(config), *_sharding_problems(config)]
 
 
-def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem]:
+def _type_problems(config: Any) -> Iterator[Problem]:
     choices: dict[str, tuple[object, ...]] = {"mixed_precision": get_args(MixedPrecision), "fsdp_version": (2,)}
-    choices |= {row.field: row.kind for row in keys.values() if row.field and isinstance(row.kind, tuple)}
+    choices |= {"state_dict_type": get_args(StateDictType), "auto_wrap_policy": get_args(AutoWrapPolicy)}
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
@@ -159,10 +159,8 @@ def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem
 def _process_problems(config: Any) -> Iterator[Problem]:
     processes, machines, ids = config.num_processes, config.num_machines, config.gpu_ids
     if processes % machines:
-        yield (
-            f"num_processes {processes} counts all machines and is not a multiple of num_machines {machines}",
-            "every machine runs the same number",
-        )
+        fact = f"num_processes {processes} counts all machines and is not a multiple of num_machines {machines}"
+        yield fact, "every machine runs the same number"
     if config.machine_rank >= machines:
         yield f"machine_rank is {config.machine_rank}", f"it counts from 0 and must be below num_machines {machines}"
     missing = [name for name in ("main_process_ip", "main_process_port") if not getattr(config, name)]
@@ -171,10 +169,8 @@ def _process_problems(config: Any) -> Iterator[Problem]:
     if config.use_cpu and ids is not None:
         yield f"gpu_ids {ids!r} picks GPUs and use_cpu hides them", "drop one of the two"
     elif ids is not None and len(ids.split(",")) < processes // machines:
-        yield (
-            f"gpu_ids {ids!r} has fewer GPUs than a machine has processes ({processes // machines})",
-            "each process needs its own",
-        )
+        fact = f"gpu_ids {ids!r} has fewer GPUs than a machine has processes ({processes // machines})"
+        yield fact, "each process needs its own"
     if config.use_cpu and config.mixed_precision == "fp16":
         yield 'mixed_precision "fp16" needs a GPU for its loss scaling', 'on CPU use "bf16" or "no"'
     if config.use_cpu and config.offload_params:
@@ -193,31 +189,20 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
     elif (processes // copies) % config.ep_size:
         yield f"ep_size {config.ep_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif copies == processes > 1:
-        yield (
-            f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded",
-            f"use a smaller divisor of {processes}",
-        )
-    if config.transformer_layer_cls_to_wrap and policy != "TRANSFORMER_BASED_WRAP":
-        yield (
-            f"transformer_layer_cls_to_wrap {', '.join(config.transformer_layer_cls_to_wrap)} has no effect with "
-            f"auto_wrap_policy {policy}",
-            "use TRANSFORMER_BASED_WRAP or drop it",
-        )
-    if (config.min_num_params is not None) != (policy == "SIZE_BASED_WRAP"):
-        yield (
-            f"min_num_params is {config.min_num_params} with auto_wrap_policy {policy}",
-            "SIZE_BASED_WRAP needs it and nothing else uses it",
-        )
+        fact = f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded"
+        yield fact, f"use a smaller divisor of {processes}"
+    if (names := config.transformer_layer_cls_to_wrap) and policy != "TRANSFORMER_BASED_WRAP":
+        fact = f"transformer_layer_cls_to_wrap {', '.join(names)} has no effect with auto_wrap_policy {policy}"
+        yield fact, "use TRANSFORMER_BASED_WRAP or drop it"
+    if ((size := config.min_num_params) is not None) != (policy == "SIZE_BASED_WRAP"):
+        fact = f"min_num_params is {size} with auto_wrap_policy {policy}"
+        yield fact, "SIZE_BASED_WRAP needs it and nothing else uses it"
     if not config.activation_checkpointing:
         for name, usual in (("offload", False), ("every_n_layers", 1), ("save_ops", ())):
             if (value := getattr(config, f"activation_checkpointing_{name}")) != usual:
                 shown = ", ".join(value) if isinstance(value, tuple) else value
-                yield (
-                    f"activation_checkpointing_{name} is {shown} without activation_checkpointing",
-                    "turn activation_checkpointing on or drop it",
-                )
+                fact = f"activation_checkpointing_{name} is {shown} without activation_checkpointing"
+                yield fact, "turn activation_checkpointing on or drop it"
     if config.state_dict_type == "LOCAL_STATE_DICT":
-        yield (
-            "state_dict_type is LOCAL_STATE_DICT: only version 1 of FSDP has this",
-            "use SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
+        fact = "state_dict_type is LOCAL_STATE_DICT: only version 1 of FSDP has this"
+        yield fact, "use SHARDED_STATE_DICT or FULL_STATE_DICT"

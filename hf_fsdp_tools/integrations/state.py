@@ -63,9 +63,9 @@ def make_accelerator(
     `prepare` keeps the units and the optimizer of a model that `from_pretrained` made, and shards any other model by
     the plugin's policy. It takes one or several models, with or without their optimizers.
 
-    Under gradient accumulation, the gradients of each micro-batch are reduced and sharded at once, so that no rank
-    keeps whole gradients (4 bytes per trainable parameter of the model in fp32). A `gradient_accumulation_plugin` of
-    your own overrides this: `GradientAccumulationPlugin(num_steps=8)` keeps whole gradients, and communicates less.
+    Under gradient accumulation, the gradients of each micro-batch are reduced and sharded at once. With a
+    `gradient_accumulation_plugin` of your own, `GradientAccumulationPlugin(num_steps=8)`, each rank keeps whole
+    gradients (4 bytes per trainable parameter in fp32), and communicates less.
 
     Args:
         args: the `TrainingArguments` of the Trainer that the model is for: `fsdp_config`, precision,
@@ -108,15 +108,26 @@ def make_accelerator(
         if fsdp_plugin is not None:
             agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
     plugin = fsdp_plugin or plugin_of(args)
-    _refuse_other_float8(handlers)
-    _read_arguments(accelerate_kwargs)
+    for handler in handlers:
+        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
+            raise ConfigError(
+                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
+                "or leave it out."
+            )
+    known = signature(Accelerator.__init__).parameters.keys() - {"self"}
+    for name in accelerate_kwargs.keys() - known:
+        raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
+    precision = accelerate_kwargs.get("mixed_precision")
+    if precision is not None and str(precision) not in PrecisionType.list():
+        word = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
+        accelerate_kwargs["mixed_precision"] = precision = word
+    dynamo_plugin = accelerate_kwargs.get("dynamo_plugin")
     start_state(
         plugin,
-        mixed_precision=accelerate_kwargs.get("mixed_precision"),
+        mixed_precision=precision,
         cpu=bool(accelerate_kwargs.get("cpu")),
         parallelism_config=accelerate_kwargs.get("parallelism_config"),
-        dynamo_plugin=accelerate_kwargs.get("dynamo_plugin")
-        or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
+        dynamo_plugin=dynamo_plugin or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
         group=group,
     )
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
@@ -133,16 +144,6 @@ def make_accelerator(
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
-def _read_arguments(arguments: dict[str, Any]) -> None:
-    """Replace arguments for `Accelerator` by what they mean, in place."""
-    known = signature(Accelerator.__init__).parameters.keys() - {"self"}
-    for name in arguments.keys() - known:
-        raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
-    precision = arguments.get("mixed_precision")
-    if precision is not None and str(precision) not in PrecisionType.list():
-        arguments["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-
-
 def start_state(
     plugin: HybridFSDPPlugin,
     *,
@@ -152,22 +153,24 @@ def start_state(
     dynamo_plugin: TorchDynamoPlugin | None = None,
     group: Mapping[str, Any] | None = None,
 ) -> None:
-    """Start Accelerate's shared state with FSDP in it, before an Accelerator is made.
+    """Start Accelerate's shared state with FSDP in it, before an Accelerator is made, which uses the state it finds.
 
-    Accelerate 1.15 runs FSDP on process groups of GPUs and the like only. On CPUs, or in a world of 1, it silently
-    drops the plugin, and with `use_cpu` under `accelerate launch` each process trains alone. Its state is one
-    dictionary that all its instances share, and an Accelerator uses the state that it finds, so it is filled here
-    first.
-
-    Every rank must call; starts the process group if none is running, with the timeout, backend and init method of
-    `group`. Without a `parallelism_config` the launcher's variables are read.
+    Accelerate 1.15 runs FSDP on process groups of GPUs and the like only: on CPUs, or in a world of 1, it silently
+    drops the plugin. Every rank must call; starts the process group if none is running, with the timeout, backend and
+    init method of `group`. Without a `parallelism_config` the launcher's variables are read.
     """
     _check_gpus(cpu=cpu)
-    cpu = cpu or local_device().type == "cpu"
-    _check_float8(plugin, mixed_precision, "cpu" if cpu else local_device().type)
+    device = torch.device("cpu") if cpu else local_device()
+    cpu = device.type == "cpu"
+    _check_float8(plugin, mixed_precision, device.type)
     if AcceleratorState._shared_state:
-        _refuse_other_state(AcceleratorState(), mixed_precision, parallelism_config)
-        _take_over(AcceleratorState(), plugin, dynamo_plugin)
+        state = AcceleratorState()
+        _refuse_other_state(state, mixed_precision, parallelism_config)
+        if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+            state.dynamo_plugin = dynamo_plugin
+        if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
+            plugin.set_mixed_precision(state.mixed_precision)
+            state.fsdp_plugin = plugin
         if group and "timeout" in group:
             set_timeout(group["timeout"])
         return
@@ -177,8 +180,7 @@ def start_state(
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
         rank, size = rank_on_node()
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
-    device = torch.device("cpu") if cpu else local_device()
+    options = {"timeout": default_timeout(device.type), **(group or {})}
     ensure_process_group(device.type, **options)  # with gloo beside NCCL, which Accelerate does on some variables only
     PartialState(cpu=cpu)
     if group and "timeout" in group:
@@ -218,15 +220,6 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
     return TorchDynamoPlugin(backend=backend, mode=mode)
 
 
-def _take_over(state: AcceleratorState, plugin: HybridFSDPPlugin, dynamo_plugin: TorchDynamoPlugin | None) -> None:
-    """Let a state that is there have what was given now."""
-    if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
-        state.dynamo_plugin = dynamo_plugin
-    if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
-        plugin.set_mixed_precision(state.mixed_precision)
-        state.fsdp_plugin = plugin
-
-
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
     if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
@@ -250,29 +243,16 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
 
 
 def _check_gpus(*, cpu: bool) -> None:
-    """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs.
-
-    A file for the CPU hides the GPUs (`gpu_ids: ''`); `use_cpu` alone does not reach the processes.
-    """
+    """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs: one for the CPU hides them."""
     if cpu or not is_by_launcher() or gpus_are_hidden() or local_device().type != "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     raise ConfigError(
         f"The config of `accelerate launch` is for GPUs, and torch {torch.__version__} finds none on this machine "
         f"(CUDA_VISIBLE_DEVICES {'is not set' if visible is None else f'is {visible}'}). Look at nvidia-smi and the "
-        "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu` (beside use_cpu it says gpu_ids: "
-        "''), or pass cpu=True to make_accelerator, use_cpu=True to TrainingArguments."
+        "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu`, or pass cpu=True to "
+        "make_accelerator, use_cpu=True to TrainingArguments."
     )
-
-
-def _refuse_other_float8(handlers: Any) -> None:
-    """Refuse recipes of FP8 that are not torchao's."""
-    for handler in handlers:
-        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
-            raise ConfigError(
-                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
-                "or leave it out."
-            )
 
 
 def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_type: str) -> None:

@@ -17,6 +17,7 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.extensions.stores.state_in_store import put_state, take_name
+from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
@@ -28,9 +29,8 @@ from hf_fsdp_tools.stores import temporary_folder, told, try_lock
 class StateSave:
     """A state that is being saved to a staging folder, which takes the place of a folder once every rank has written.
 
-    Until then an older folder stays as it is, whatever happens, and then one call of the system exchanges the two (two
-    renames where there is no such call). A user's own files in it are kept. Parts may be left to write in the
-    background.
+    Until then an older folder stays as it is; then one call of the system exchanges the two (two renames where there is
+    no such call). A user's own files in it are kept. Parts may be left to write in the background.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], *, blocking: bool = True) -> None:
@@ -52,9 +52,7 @@ class StateSave:
         folder = self.folder
         with agreed("saving the state", folder), storage_errors("save to", folder):
             if folder.is_mount():
-                raise CheckpointError(
-                    f"{str(folder)!r} is a mount point, which cannot be replaced. Save to a folder in it."
-                )
+                raise CheckpointError(f"{str(folder)!r} is a mount point, and stays. Save to a folder in it.")
             if folder.exists() and not folder.is_dir():
                 raise CheckpointError(f"{str(folder)!r} is a file; give the name of a folder to save to.")
             if rank_and_size()[0] == 0:
@@ -64,9 +62,7 @@ class StateSave:
                 self.staging.mkdir(parents=True)
         with agreed("opening a folder", self.staging):
             if not self.staging.is_dir():
-                raise CheckpointError(
-                    f"{str(self.staging)!r} is not there on this rank. Save to a file system that all ranks share."
-                )
+                raise CheckpointError(f"{str(self.staging)!r} is absent. Save to a file system that all ranks share.")
 
     def take_place(self) -> None:
         """Switch. Every rank must call, after its last write."""
@@ -88,6 +84,7 @@ class StateSave:
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write values as a DCP folder, or plan it and copy them. Every rank must call."""
+        self.needed.append(f"{folder.relative_to(self.staging)}/{METADATA}")
         writer = ThreadedWriter(folder) if self.blocking else HeldWriter(folder)
         save(dict(values), storage_writer=writer, planner=DefaultSavePlanner())
         if isinstance(writer, HeldWriter):
@@ -129,6 +126,7 @@ class StoredStateSave(StateSave):
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write this rank's part of a DCP folder, rank 0 the metadata too. Every rank must call."""
+        self.needed.append(f"{folder.relative_to(self.staging)}/{METADATA}")
         save(dict(values), storage_writer=ThreadedWriter(folder, sync_files=False), planner=DefaultSavePlanner())
 
     def report(self, **values: Any) -> SaveReport:
@@ -148,9 +146,8 @@ class StoredStateSave(StateSave):
 def saving_state(folder: Path | str, files: Sequence[str], *, blocking: bool, checksums: bool) -> Iterator[StateSave]:
     """Save a state: the block writes to `staging`, and adds what is written in the background.
 
-    Until all is written, an older state in the folder stays as it is; a text is a place in a store, where a state is
-    never replaced, and which gets in the background what ranks have written to their disks. `files` are patterns of the
-    files of a state, for its manifest; others in the folder are a user's own. Every rank must call.
+    A text is a place in a store, where a state is never replaced, and which gets in the background what ranks have
+    written to their disks. `files` are patterns of the files of a state. Every rank must call.
     """
     state: StateSave
     start_s, doing = time.perf_counter(), "saving (what was saved before is still there)"

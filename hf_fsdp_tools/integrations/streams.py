@@ -38,10 +38,6 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def _is_of_datasets(dataset: Any) -> bool:
-    return type(dataset).__module__.startswith("datasets.")
-
-
 def why_read_again(dataset: Any) -> str:
     """Why a position in a stream would not be exact, so that a resumed run reads its rows again; "" where it is."""
     if not is_stream(dataset):
@@ -50,7 +46,7 @@ def why_read_again(dataset: Any) -> str:
         version("torchdata")
     except PackageNotFoundError:
         return "torchdata, which keeps the positions of workers, is not installed (pip install torchdata)"
-    if _is_of_datasets(dataset):
+    if type(dataset).__module__.startswith("datasets."):
         installed = version("datasets")
         if tuple(map(int, installed.split(".")[:2])) < _SINCE:
             return f"datasets {installed} starts over after a second resume (pip install 'datasets>=5.1')"
@@ -82,11 +78,8 @@ def keep_exact(loader: Any) -> Any:
 
 
 def share_seed(loader: Any) -> Any:
-    """Let all ranks draw the order of a loader's rows from rank 0's seed. Every rank must call.
-
-    Accelerate (1.15) takes the seed of each rank, so that after `set_seed(seed, device_specific=True)` rows would be
-    dealt from as many orders as there are ranks: some twice, some never.
-    """
+    """Let all ranks draw the order of a loader's rows from rank 0's seed, where Accelerate (1.15) takes each rank's:
+    after `set_seed(seed, device_specific=True)` some rows would come twice, some never. Every rank must call."""
     if (sampler := _seeded(loader)) is not None:
         sampler.initial_seed = all_ranks(sampler.initial_seed, "sharing the seed of a loader")[0]
     return loader
@@ -100,8 +93,7 @@ def _seeded(loader: Any) -> SeedableRandomSampler | None:
 def skip_once(rest: Any, loader: Any) -> Any:
     """Let `rest`, which skips the first batches of a loader, be its running epoch, whose start draws no random number.
 
-    After this epoch, `rest` gives all batches, and the loader goes on with the next: Accelerate (1.15) skips in every
-    epoch, and counts them apart, so that the epoch after a resumed one has its order again.
+    Then `rest` gives all batches, and the loader the next epoch: Accelerate (1.15) skips in each, and counts apart.
     """
     base = getattr(rest, "base_dataloader", rest)
     draws, end = base.generator is None, getattr(rest, "end", None)
@@ -148,7 +140,8 @@ def _structure(dataset: Any) -> str:
             return {key: part if key == "type" else described(part) for key, part in parts.items()}
         return [described(part) for part in state] if isinstance(state, list) else None
 
-    return repr(described(dataset.state_dict())) if is_stream(dataset) and _is_of_datasets(dataset) else ""
+    is_known = is_stream(dataset) and type(dataset).__module__.startswith("datasets.")
+    return repr(described(dataset.state_dict())) if is_known else ""
 
 
 def restore_position(loader: Any, folder: Path, index: int) -> str:
@@ -163,21 +156,18 @@ def restore_position(loader: Any, folder: Path, index: int) -> str:
             reason = f"it has no positions of {ranks} processes"
         else:
             content = load_pickled(file, device="cpu", safe=TORCH_SAFE_GLOBALS).content
+            now = _made(loader)
             try:
                 position, iteration, made = (content[key] for key in ("position", "iteration", "made"))
-                now = _made(loader)
-                others = [
-                    f"{key} {made[key]}, now {now[key]}" for key in now if key != "stream" and made[key] != now[key]
-                ]
-                is_other = made["stream"] != now["stream"]
+                others = {key: f"{key} {made[key]}, now {now[key]}" for key in now if made[key] != now[key]}
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{file}: holds no position ({first_line(error)}). Use another one.") from None
-            if is_other:
+            if "stream" in others:
                 raise CheckpointError(
                     f"{file}: is the position in another stream. Make the stream as in the run that saved it, or start "
                     "anew."
                 )
-            reason = "; ".join(others)
+            reason = "; ".join(others.values())
     reason = next(filter(None, all_ranks(reason, "comparing positions in the stream")), "")
     if not reason:
         loader.load_state_dict(position)
@@ -193,19 +183,15 @@ def write_positions(accelerator: Any, folder: Path) -> list[str]:
 
     Of other loaders rank 0 writes the epoch and the seed, which earlier states lack.
     """
+    loaders, running = accelerator._dataloaders, accelerator.gradient_state.active_dataloader
+    epochs: list[Any] = []  # of the batch that follows, after the last of an epoch the next one
+    for loader in loaders:
+        is_last = getattr(running, "rest_of", running) is loader and running.end_of_dataloader
+        entry = {"epoch": loader.iteration + is_last, "seed": getattr(_seeded(loader), "initial_seed", None)}
+        epochs.append(None if _has_state(loader) else entry)
     if rank_and_size()[0] == 0:
-        loaders = accelerator._dataloaders
-        epochs = [None if _has_state(loader) else _epoch(loader, accelerator.gradient_state) for loader in loaders]
         (folder / LOADERS).write_text(json.dumps(epochs))
-    numbered = enumerate(accelerator._dataloaders)
-    return [name for i, loader in numbered if _has_state(loader) for name in write_position(loader, folder, i)]
-
-
-def _epoch(loader: Any, gradients: Any) -> dict[str, Any]:
-    """The epoch of the batch that follows, the one after the running one where that has given its last batch."""
-    running = gradients.active_dataloader
-    is_last = getattr(running, "rest_of", running) is loader and running.end_of_dataloader
-    return {"epoch": loader.iteration + is_last, "seed": getattr(_seeded(loader), "initial_seed", None)}
+    return [name for i, each in enumerate(loaders) if _has_state(each) for name in write_position(each, folder, i)]
 
 
 def restore_positions(accelerator: Any, folder: Path) -> None:
@@ -263,8 +249,8 @@ def share_loader(trainer: Any, *, has_state: bool) -> Any:
     )
     if not has_state:
         return loader
-    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
-    return prepare_data_loader(loader, **alone, use_stateful_dataloader=True)
+    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False, "use_stateful_dataloader": True}
+    return prepare_data_loader(loader, **alone)
 
 
 def going_on() -> AbstractContextManager[None]:

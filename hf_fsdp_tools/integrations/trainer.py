@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -28,29 +29,24 @@ from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
-from hf_fsdp_tools.integrations.accelerator_state import write_part
-from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
-from hf_fsdp_tools.integrations.checkpoints import (
-    STATE_FILES,
-    TRAINER_GLOBS,
-    check_checkpoint,
-    complete_checkpoint,
-    rotate,
-    weights_in,
-)
-from hf_fsdp_tools.integrations.frozen import (
-    FROZEN,
-    NEEDED_BY_FROZEN,
-    check_frozen,
-    hashable,
-    reference_copied,
-    shard_frozen,
-)
+from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
-from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.rewards import REWARDING, guard_rewards
+from hf_fsdp_tools.integrations.resume import (
+    AVERAGES,
+    STATE_FILES,
+    TRAINER_GLOBS,
+    awaiting_state,
+    check_checkpoint,
+    check_listed,
+    last_complete,
+    refuse_damage,
+    rotate,
+    stored_format,
+    using_format,
+    weights_in,
+)
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.streams import (
@@ -67,9 +63,8 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
+from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
-from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
-from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
@@ -98,39 +93,28 @@ class FSDPTrainerMixin(PushingMixin):
 
         accelerator = make_accelerator(arguments)  # TrainingArguments
         trainer = MyTrainer(model=from_pretrained(name, accelerator=accelerator), args=arguments, ...)
-        trainer.train()
-        trainer.save_model()
 
     The model may also be plain and equal on every rank; it is then sharded by the same policy when training starts.
-    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`; what
-    the arguments name and a sharded model cannot take up any more is one error. Every rank must call each method; what
-    a method communicates is what the Trainer's own communicates, and errors.
+    Settings come from `TrainingArguments(fsdp=True, fsdp_config=…)` where given, else from `accelerate launch`. Every
+    rank must call each method.
 
-    `save_model` writes a normal Hugging Face checkpoint from all ranks at once, whatever the state dict type; no rank
-    gathers the model. A `checkpoint-N` folder is such a checkpoint too, in the precision of the master weights, with
-    the optimizer's shards (`optimizer_0`, a DCP folder) and the Trainer's own files beside it. Another number of ranks
-    can resume from it. `checkpoint_manifest.json`, which names all files with their sizes, is written last, once all
-    ranks have succeeded; `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
+    `save_model` writes a normal Hugging Face checkpoint from all ranks at once. A `checkpoint-N` folder is such a
+    checkpoint too, in the precision of the master weights, with the optimizer's shards (`optimizer_0`, a DCP folder)
+    and the Trainer's own files beside it; another number of ranks can resume from it. It is complete with its
+    `checkpoint_manifest.json`: `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
-    they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
-
-    TRL's online trainers (GRPO, RLOO, online DPO, distillation) generate with the weights gathered once for each batch
-    where they fit, and unit by unit where they do not or `ds3_gather_for_generation=False` says so (`gathered_units`).
-    A reward function that fails on some rank, or returns anything but one finite number or None for each completion,
-    is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
-    a bounded size, with adapters merged (`live_weights`).
+    they are set, which every rank must do. TRL's online trainers generate with the weights gathered once for each batch
+    where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`gathered_units`); a reward function
+    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
 
     Six attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
-    `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
-    complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
-    ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
-    files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
-    lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
-    writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
-    averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
-    goes on from there; `ema_device = "cpu"` keeps it in host memory. Where a loss is NaN or
-    infinite, all ranks stop when it is logged; `allow_nan = True` goes on, with transformers' `logging_nan_inf_filter`.
+    `checkpoint-N` is written from a copy in host memory (see `save_pretrained`); an error ends `train` on all ranks
+    before the same step. `checksums = True` notes the SHA-256 of a checkpoint's files, which a resume then compares.
+    `allow_incomplete = True` lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random
+    states, which then start anew with a warning. `ema_decay = 0.999` keeps averages of what is trained: `trainer.ema`,
+    a `ParameterEMA` in float32, which is saved with each `checkpoint-N`; `ema_device = "cpu"` keeps it in host memory.
+    Where a loss is NaN or infinite, all ranks stop when it is logged, unless `allow_nan = True`.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -179,22 +163,17 @@ class FSDPTrainerMixin(PushingMixin):
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
-        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP.
-
-        The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
-        `prepare` hands the shards of a plain one to its optimizer.
-        """
+        """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP. Here they get
+        the shards of a plain model in `prepare`."""
         self._uploads = {}
         self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
-        with hashable(self), reference_copied(self):
+        with made_on_shards(self):
             super().__init__(*args, **kwargs)
         is_own = getattr(self, "loss_is_scaled_for_ga", None) is None  # a subclass with another loss sets it
         if is_own and getattr(base_of(self.model), "loss_type", None) in _OVER_OWN_ROWS:
             self.model_accepts_loss_kwargs = False
-        guard_rewards(self)
-        stream_to_vllm(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
             add_to_note(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = 1  # by which TRL divides its tokens; `gather_for_metrics` has counted shared rows once
@@ -209,10 +188,8 @@ class FSDPTrainerMixin(PushingMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
-        if name in FROZEN and isinstance(value, nn.Module):
-            check_frozen(name, value)
         super().__setattr__(name, value)
-        if name in (*FROZEN, *NEEDED_BY_FROZEN):
+        if name in (*FROZEN, "model"):
             shard_frozen(self)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -288,9 +265,8 @@ class FSDPTrainerMixin(PushingMixin):
             if self.accelerator.is_main_process:
                 print(f"{self.optimizer}\n")
             return self.optimizer
-        if not hasattr(transformers.trainer, "has_mixed_dtensor"):  # before transformers 5.21
-            return super().create_optimizer(*args, **kwargs)
-        with replaced(transformers.trainer, has_mixed_dtensor=lambda tensors: False):
+        parts = hasattr(transformers.trainer, "has_mixed_dtensor")  # since transformers 5.21
+        with replaced(transformers.trainer, has_mixed_dtensor=lambda _: False) if parts else nullcontext():
             return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -325,8 +301,11 @@ class FSDPTrainerMixin(PushingMixin):
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's; the loss is kept with what the batch begins with, until losses are logged."""
-        rows = _first_rows(inputs)
+        """As the Trainer's; the loss is kept until losses are logged, with what the batch begins with: 16 values of its
+        first input, or its first row as it is."""
+        values = inputs.values() if isinstance(inputs, Mapping) else ()
+        first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
+        rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
@@ -346,7 +325,7 @@ class FSDPTrainerMixin(PushingMixin):
             "take --logging_nan_inf_filter true."
         )
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *positional: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
 
         What an evaluation draws (TRL's trainers write in it) leaves the random state as it was: a run that is resumed
@@ -359,8 +338,11 @@ class FSDPTrainerMixin(PushingMixin):
         device = self.accelerator.device
         drawing = [device] if device.type != "cpu" else []
         drawn = torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda")
-        with drawn, _evaluating_in_full(self):
-            return super().evaluation_loop(*args, **kwargs)
+        args = self.args  # in which full evaluation means autocast here: transformers would cast the shards
+        is_asked, dtype = args.bf16_full_eval or args.fp16_full_eval, (torch.bfloat16, torch.float16)
+        cast = torch.autocast(device.type, dtype[args.fp16_full_eval], enabled=is_asked)
+        with drawn, replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
+            return super().evaluation_loop(*positional, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -427,11 +409,11 @@ class FSDPTrainerMixin(PushingMixin):
         with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT", folder):
             write_part(self.accelerator, self.model, self.optimizer, state, 0)
             if self.ema is not None:
-                write_averages(self.ema, state)
+                state.write_dcp({"ema": self.ema.state_dict()}, state.staging / AVERAGES)
         with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
+        state.needed.append(SCHEDULER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
@@ -458,13 +440,12 @@ class FSDPTrainerMixin(PushingMixin):
         wait_for_saves()
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-        if resume_from_checkpoint:
+        if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so
             allowed = STATE_FILES if self.allow_incomplete else ()
-            local_folder("" if resume_from_checkpoint is True else resume_from_checkpoint, _TO_FOLDERS)
-            chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
-            if chosen is not True:
-                check_checkpoint(self, Path(str(chosen)))
-            resume_from_checkpoint = chosen
+            resume_from_checkpoint = last_complete(self.args.output_dir, allowed=allowed) or True
+        if resume_from_checkpoint and resume_from_checkpoint is not True:
+            check_checkpoint(self, resumed := local_folder(resume_from_checkpoint, _TO_FOLDERS))
+            resume_from_checkpoint = str(resumed)
         if self.args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
         self.ema = None
@@ -503,7 +484,7 @@ class FSDPTrainerMixin(PushingMixin):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what the checkpoint holds of the two, in the stored format; the Trainer's own loads both or neither."""
+        """Load what the checkpoint holds of the two; the Trainer's own loads both or neither."""
         if checkpoint is None:
             return
         folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
@@ -511,10 +492,9 @@ class FSDPTrainerMixin(PushingMixin):
         has_scheduler = (folder / SCHEDULER_NAME).is_file()
         waiting = awaiting_state(self.model, self.optimizer, folder)
         with waiting, using_format(plugin, stored_format(folder), folder):
-            if has_optimizer and has_scheduler:
-                super()._load_optimizer_and_scheduler(checkpoint)
-            elif has_optimizer:
-                load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if has_optimizer and not has_scheduler:
+            load_optimizer(self.accelerator, self.optimizer, self.model, folder)
         with agreed("reading the scheduler", folder), storage_errors("read", folder):
             if has_scheduler and not has_optimizer:
                 self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
@@ -529,7 +509,13 @@ class FSDPTrainerMixin(PushingMixin):
         one before, and a run that resumes would begin with that of the first."""
         sampler = super()._get_train_sampler(*args, **kwargs)
         if hasattr(sampler, "mini_repeat_count") and getattr(sampler, "seed", None) is not None and sampler.shuffle:
-            sampler.set_epoch = partial(_draw_to_epoch, sampler)
+
+            def draw_to(epoch: int) -> None:
+                sampler.generator.manual_seed(sampler.seed)
+                for _ in range(epoch):
+                    torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+            sampler.set_epoch = draw_to
         return sampler
 
     def _load_best_model(self) -> None:
@@ -541,50 +527,47 @@ class FSDPTrainerMixin(PushingMixin):
         read_averages(self, folder)
 
 
-def _first_rows(inputs: Any) -> Any:
-    """What a batch begins with: 16 values of its first input, or its first row as it is."""
-    values = inputs.values() if isinstance(inputs, Mapping) else ()
-    first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
-    return inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
+class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Makes `trainer.ema` when training begins, from a training state if there is one with averages, and keeps it."""
+
+    def __init__(self, trainer: Any, resumed: Path | None) -> None:
+        self.trainer, self.resumed = trainer, resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the averages of weights that are loaded, and read those of the training state. Every rank calls."""
+        trainer = self.trainer
+        if not trainer.accelerator.is_fsdp2:
+            raise ConfigError("ema_decay needs FSDP2: version 1 has parts of several parameters as one. Leave it out.")
+        trainer.ema = ParameterEMA(trainer.model, trainer.ema_decay, device=trainer.ema_device)
+        if self.resumed is not None:
+            read_averages(trainer, self.resumed)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the parameters as the optimizer has left them."""
+        self.trainer.ema.step()
+
+
+def read_averages(trainer: Any, folder: Path) -> None:
+    """Fill a trainer's averages from those of a training state; where it has none, they stay. Every rank must call."""
+    if trainer.ema is not None and (folder / AVERAGES).is_dir():
+        with using_format(trainer.accelerator.state.fsdp_plugin, None, folder):
+            load({"ema": trainer.ema.state_dict()}, checkpoint_id=folder / AVERAGES)
 
 
 @contextmanager
 def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
 
-    The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
-    `accelerate launch` and `TrainingArguments` set for version 1, making it fails on CPUs. And the Trainer refuses
-    save_only_model, because its own sharded checkpoints hold no weights that one could open.
+    The Trainer and Accelerate would make a second plugin, which fails on CPUs with settings for version 1; the state
+    has ours. And the Trainer refuses save_only_model, as its own sharded checkpoints hold no weights to open.
     """
-    variable = "ACCELERATE_USE_FSDP"
-    launched, hidden = os.environ.pop(variable, None), ("fsdp_plugin_args", "save_only_model", "mixed_precision")
-    former = {name: getattr(args, name) for name in hidden}
-    args.fsdp_plugin_args, args.save_only_model, args.mixed_precision = None, False, precision
+    launched = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
-        yield
+        with replaced(args, fsdp_plugin_args=None, save_only_model=False, mixed_precision=precision):
+            yield
     finally:
-        for name, value in former.items():
-            setattr(args, name, value)
         if launched is not None:
-            os.environ[variable] = launched
-
-
-def _draw_to_epoch(sampler: Any, epoch: int) -> None:
-    """Bring the generator of TRL's `RepeatSampler` to where it is before an epoch."""
-    sampler.generator.manual_seed(sampler.seed)
-    for _ in range(epoch):
-        torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-
-@contextmanager
-def _evaluating_in_full(trainer: Any) -> Iterator[None]:
-    """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards."""
-    args = trainer.args
-    is_asked = args.bf16_full_eval or args.fp16_full_eval
-    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-    cast = torch.autocast(trainer.accelerator.device.type, dtype, enabled=is_asked)
-    with replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
-        yield
+            os.environ["ACCELERATE_USE_FSDP"] = launched
 
 
 def _refuse_counted_again(trainer: Any) -> None:

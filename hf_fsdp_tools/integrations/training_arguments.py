@@ -63,12 +63,8 @@ def _named_keys(args: Any) -> list[str]:
 
 
 def use_one_device(args: Any) -> None:
-    """Let a Trainer with these arguments use the one device of Accelerate's state.
-
-    `TrainingArguments` alone on a machine with several GPUs counts all of them, with which the Trainer would multiply
-    the batch size, and wrap a sharded model in `DataParallel`. It takes MPS on a Mac, and device 0 where LOCAL_RANK is
-    not set.
-    """
+    """Let a Trainer with these arguments use the one device of Accelerate's state, where `TrainingArguments` alone
+    count all GPUs of the machine (for `DataParallel`), take MPS on a Mac, and device 0 where LOCAL_RANK is not set."""
     state = PartialState()
     if args.n_gpu > 1:
         if state.num_processes == 1:
@@ -149,14 +145,10 @@ def precision_of(args: Any, model: nn.Module | None) -> str:
 def _differences(args: Any, wanted: dict[str, Any], present: dict[str, Any], whose: str) -> list[str]:
     keys = [(key, TRAINING_KEYS[key].argument) for key in _named_keys(args)]
     return [
-        f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {_shown(present[name])})"
+        f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {'other units' if name in _UNITS else present[name]})"
         for key, name in keys
         if name in present and wanted[name] not in (present[name], _DETECTED)
     ]
-
-
-def _shown(value: Any) -> str:
-    return "other units" if isinstance(value, tuple) else str(getattr(value, "name", value))
 
 
 def _values(plugin: HybridFSDPPlugin) -> dict[str, Any]:
@@ -174,7 +166,7 @@ def _values_of_model(
     plugin: HybridFSDPPlugin, model: nn.Module, sharding: Sharding
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a plugin says, and what a sharded model has, by the names of the plugin's arguments."""
-    wanted_values, root = _values(plugin), sharded_module(model)
+    wanted_values, root, recompute = _values(plugin), sharded_module(model), sharding.activation_checkpointing
     assert root is not None
     reshards = any(unit.reshard_after_forward is not False for unit in sharding.plan.units)
     present = {
@@ -182,7 +174,8 @@ def _values_of_model(
         "reshard_after_forward": reshards,
         "sharding_strategy": reshards,
         "cpu_offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
-        **_recompute_values(sharding.activation_checkpointing),
+        "activation_checkpointing": recompute is not None,
+        **{f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()},
         "mixed_precision_policy": sharding.mp_policy,
         "ep_size": sharding.axes.dims.ep_size,
     }
@@ -194,13 +187,6 @@ def _values_of_model(
         wanted_values |= dict.fromkeys(_UNITS, plans[0])
         present |= dict.fromkeys(_UNITS, plans[1])
     return wanted_values, present
-
-
-def _recompute_values(recompute: Recompute | None) -> dict[str, Any]:
-    """What becomes of activations, by the names of the plugin's arguments."""
-    prefix = "activation_checkpointing"
-    more = {f"{prefix}_{name}": value for name, value in vars(recompute or Recompute()).items()}
-    return {prefix: recompute is not None, **more}
 
 
 def _checkpoint_late(model: nn.Module, sharding: Sharding, recompute: Recompute | None) -> Sharding:

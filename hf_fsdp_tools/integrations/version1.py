@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.extensions.fsdp1.wrap import cast_where_computed, load_weights_fsdp1
+from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -34,12 +34,6 @@ def prefer_possible_settings(plugin: Any, *, on_cpu: bool) -> None:
     plugin.sync_module_states = False
     if "FSDP_STATE_DICT_TYPE" not in os.environ:
         plugin.state_dict_type = plugin.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
-
-
-def finish_preparing(model: Any) -> None:
-    """Cast where a model computes that Accelerate has wrapped; others stay as they are."""
-    if isinstance(model, FullyShardedDataParallel):
-        cast_where_computed(model)
 
 
 def sharded_state(plugin: Any, model: nn.Module, optimizer: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import yaml
 from huggingface_hub import get_token
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
@@ -22,7 +24,7 @@ from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
-from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
+from hf_fsdp_tools.scripting.formats import column_options
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 
@@ -106,14 +108,10 @@ def parse_arguments(
     ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
     with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
 
-    Args:
-        dataclasses: of TRL's parser.
-        defaults: of this recipe, before those of the dataclasses.
-        demo: defaults where neither the command line nor the file names a model.
-        columns: names under which the recipe takes columns ("text", "prompt", …). Each makes an option
-            (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name.
-
-    Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group.
+    `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
+    the file names a model. Each name of `columns` ("text", "prompt", …) makes an option (`--prompt_column question`),
+    and `load_splits` gives the user's column the recipe's name. Each process calls it for itself, and the result is the
+    same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -137,7 +135,7 @@ def parse_arguments(
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
     parsed = parser.parse(_DEMO | dict(demo or {}))
-    chosen = chosen_columns(parsed[-1]) if columns else {}
+    chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
         if hasattr(one, "dataset_name"):
@@ -148,8 +146,12 @@ def parse_arguments(
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
     _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given])
-    if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
-        _show_no_bars()
+    if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):  # bars fill a log file with a line for each moment
+        import datasets
+
+        datasets.disable_progress_bars()
+        disable_progress_bar()
+        disable_progress_bars()
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
     warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
@@ -198,10 +200,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         names = [name for action in self._actions for name in action.option_strings if "-" not in name.lstrip("-")]
         file = {} if options.config is None else _read_file(options.config)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
-        known, given = (
-            {name.lstrip("-") for name in names},
-            [word.partition("=")[0] for word in words if word[:1] == "-"],
-        )
+        known = {name.lstrip("-") for name in names}
+        given = [word.partition("=")[0] for word in words if word[:1] == "-"]
         if (key := next((key for key in file if key not in known), None)) is not None:
             raise _unknown(str(key), known, f"--config {options.config}: ")
         self.given = {word.lstrip("-").replace("-", "_") for word in given} | {*file}
@@ -226,8 +226,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         if is_muon:
             words = [*words, "--optim", "adamw_torch"]
         try:
-            with warnings.catch_warnings():
-                # TRL's own default, by its older name.
+            with warnings.catch_warnings():  # of TRL's own default, by its older name
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated")
                 parsed = tuple(self.parse_args_into_dataclasses(words))
         except ConfigError:
@@ -252,13 +251,9 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     def format_help(self) -> str:
         """The script's docstring, its own options, then those of TRL and transformers."""
         formatter = self._get_formatter()
-        foreign = {
-            name
-            for kind in self.dataclass_types
-            for part in kind.__mro__
-            if part.__module__.startswith(("trl.", "transformers.", "sentence_transformers."))
-            for name in get_annotations(part)
-        }
+        libraries = ("trl.", "transformers.", "sentence_transformers.")
+        parts = (part for kind in self.dataclass_types for part in kind.__mro__)
+        foreign = {name for part in parts if part.__module__.startswith(libraries) for name in get_annotations(part)}
         sections: dict[str, list[Any]] = {"options of this recipe": [], "options of TRL and transformers": []}
         for action in self._actions:
             sections[list(sections)[action.dest in foreign]].append(action)
@@ -271,24 +266,15 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
 
 
-_OF_LAUNCHER = ("cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank")
-
-_ELSEWHERE = dict.fromkeys(
-    (*_OF_LAUNCHER, "compute_environment", "distributed_type"),
-    "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
-    "`accelerate launch` takes it.",
-)
+_OF_LAUNCHER = ["cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank"]
+_OF_LAUNCHER += ["compute_environment", "distributed_type"]
+_FILE = "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
+_ELSEWHERE = dict.fromkeys(_OF_LAUNCHER, f"{_FILE}`accelerate launch` takes it.")
 _ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
 _ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
-_ELSEWHERE |= {
-    name: f"is no option of this recipe: did you mean --{ours}?"
-    for name, ours in {
-        "batch_size": "per_device_train_batch_size",
-        "epochs": "num_train_epochs",
-        "lr": "learning_rate",
-        "max_seq_length": "max_length",
-    }.items()
-}
+_OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
+_OURS["max_seq_length"] = "max_length"
+_ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in _OURS.items()}
 """Names of the launcher's options, of other programs', and where each belongs."""
 
 
@@ -336,17 +322,6 @@ def _complete(training: Any, default_folder: str) -> None:
         training.output_dir = folders[-2:][0] if training.resume_from_checkpoint is True else folders[-1]
 
 
-def _show_no_bars() -> None:
-    """Switch off the bars of loading, mapping and saving, which fill a log file with a line for each moment."""
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
-
-
 _LEAST = {"max_length": 2, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "lora_r": 1}
 _LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0}
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
@@ -364,16 +339,14 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
     no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
-    install = "--{} needs {}: pip install {}."
-    needs = [
-        (install.format(name, each, each.replace("_", "-")), each) for name, each in _PACKAGES.items() if get(name)
+    mistakes: list[tuple[Any, str]] = [
+        (get(name) is not None and float(get(name)) < least, f"--{name}: give at least {least}.")
+        for name, least in _LEAST.items()
     ]
-    mistakes = (
-        *(
-            (float(get(name) or 0) < least and get(name) is not None, f"--{name}: give at least {least}.")
-            for name, least in _LEAST.items()
-        ),
-        *((find_spec(package) is None, text) for text, package in needs),
+    for name, package in _PACKAGES.items():
+        install = f"--{name} needs {package}: pip install {package.replace('_', '-')}."
+        mistakes.append((get(name) and find_spec(package) is None, install))
+    mistakes += [
         (get("num_train_epochs") == 0 and no_steps, "--num_train_epochs 0 trains nothing: give 1, or --max_steps."),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
@@ -394,7 +367,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
         (stops and not evaluates, "--early_stopping_patience needs evaluations: leave --eval_strategy no out."),
         (pushes, "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN."),
         (get("fp16") and find_accelerator() is None, "--fp16 needs a GPU. Use --bf16 true, or neither."),
-    )
+    ]
     if made := [text for is_made, text in mistakes if is_made]:
         raise ConfigError(" ".join(made))
     _check_reports(get)

@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
 from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
-from hf_fsdp_tools.scripting.tokenizer import hub_options
+from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
@@ -30,15 +30,8 @@ def check_before_loading(
     Looked at: the model's config, the first 100 rows (all where the tokenizer has more tokens than the model), and for
     adapters the model on meta. A default of `--max_length` becomes the positions of a model that has fewer.
 
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments.
-        tokenizer: of the model, or its processor.
-        train: the training split.
-        evaluation: the evaluation split.
-        auto_class: as for `load_model`.
-
-    Every rank must call. The ranks exchange errors alone.
+    `tokenizer` may be a processor; `auto_class` is that of `load_model`. Every rank must call. The ranks exchange
+    errors alone.
 
     Raises:
         ConfigError: this kind of training, adapter or optimizer does not fit the model, its positions, its tokens or
@@ -237,10 +230,8 @@ def _check_vocabulary(config: Any, tokenizer: Any, name: str, parts: list[Any]) 
 
 
 def _on_meta(config: Any, model_args: Any, training: Any, auto_class: Any) -> Any:
-    options = {} if auto_class is None else {"auto_class": auto_class}
-    if model_args.attn_implementation:
-        options["attn_implementation"] = model_args.attn_implementation
-    return build_meta_model(config, trust_remote_code=getattr(training, "trust_remote_code", False), **options)
+    remote = getattr(training, "trust_remote_code", False)
+    return build_meta_model(config, trust_remote_code=remote, **class_options(model_args, auto_class))
 
 
 def _check_targets(model: Any, model_args: Any) -> None:
@@ -286,18 +277,16 @@ _TOKENS = 16
 """Tokens of each of two documents."""
 
 _NOISE, _NOISE_16_BITS = 1e-3, 3e-2
-"""Noise of logits relative to their spread, in fp32 and in 16 bits. Mixtures of experts change by 1e-5 in rounding,
-models that leak by 0.02 to 6 (measured over 60 architectures)."""
+"""Noise of logits relative to their spread. Mixtures of experts change by 1e-5, models that leak by 0.02 to 6 (measured
+over 60 architectures)."""
 
 
 def check_documents_apart(trainer: Any) -> None:
-    """Refuse a model whose logits for a document depend on the document before it in a packed row.
+    """Refuse a model whose logits for a document depend on the document before it in a packed row: some make their mask
+    without regard to positions (GPT-OSS, OPT, Falcon), and recurrent ones carry their state on (Mamba).
 
-    The trainer's own collator packs two documents twice, with another first document the second time. Some
-    architectures make their mask without regard to positions (GPT-OSS, OPT, Falcon), and recurrent ones carry their
-    state on (Mamba), which their code does not always tell.
-
-    Every rank must call: the forward passes gather the units. All ranks compute the same.
+    The trainer's own collator packs two documents twice, with another first one. Every rank must call: units are
+    gathered.
     """
     model = trainer.model
     option = "--packing" if trainer.args.packing else "--padding_free"

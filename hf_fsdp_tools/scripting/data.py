@@ -1,16 +1,23 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.columns import with_names_of_recipe
-from hf_fsdp_tools.scripting.formats import as_turn, from_alpaca, with_places_of_images, with_prompt_turns, with_turns
-from hf_fsdp_tools.scripting.streams import share_of_stream
+from hf_fsdp_tools.scripting.formats import (
+    as_turn,
+    from_alpaca,
+    with_names_of_recipe,
+    with_places_of_images,
+    with_prompt_turns,
+    with_turns,
+)
 from hf_fsdp_tools.text import did_you_mean, first_line, listed, quoted
 
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -50,22 +57,16 @@ _OF_TRL = _WORDS | {"input_ids", "labels", "completion_mask", "assistant_masks",
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
 
-    `--dataset_name` is a hub name, a folder, a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, also
-    compressed), or several of these with commas between them; docs/data.md has the formats of rows and what becomes of
-    them. Where there is no evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with
-    `--eval_strategy no`. With `--dataset_streaming` rows are read as they are needed, each rank its share without end,
-    which `train` gives to the trainer as it is.
+    docs/data.md has what `--dataset_name` may be, the formats of rows and what becomes of them. Where there is no
+    evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. With
+    `--dataset_streaming` rows are read as they are needed, each rank its share without end.
 
-    Args:
-        script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
-        training: the Trainer's arguments.
-        columns: the recipe needs all columns of one of these sets, as TRL names them.
-
-    Every rank must call. The ranks exchange errors alone.
+    The recipe needs all `columns` of one of these sets, as TRL names them; those that `script.column_names` names (of
+    `parse_arguments`) are renamed. Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns; a row lacks a
-            column that others have, or has something else there; there are fewer rows than ranks; on all ranks alike.
+        ConfigError: a dataset is absent, empty or malformed (with file and line), has other columns, or fewer rows than
+            there are ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -103,13 +104,14 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             raise _refused(script.dataset_name, next(_bad_lines(names), f"{error}")) from error
         if tests and evaluation is None:
             train, evaluation = _held_out(whole, script, training)
-        if not script.dataset_streaming and len(train) < ranks:
+        if script.dataset_streaming:
+            if evaluation is not None:
+                evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
+        elif len(train) < ranks:
             few = f"{len(train)} row(s) for training on {ranks} processes, and each needs one"
             raise _refused(script.dataset_name, f"{few}. Give more rows, or use fewer processes")
-        if not script.dataset_streaming and evaluation is not None and not len(evaluation):
+        elif evaluation is not None and not len(evaluation):
             raise _refused(script.dataset_name, "no row for evaluation. Give more rows, or --eval_strategy no")
-        if script.dataset_streaming and evaluation is not None:
-            evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
         held_out = None if train is whole else evaluation  # not those of a split of their own
         seed = training.seed if getattr(training, "shuffle_dataset", False) else None
@@ -235,7 +237,12 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
     columns = _columns(dataset)
     if (used := next((one for one in needed if one <= columns), None)) is not None:
         dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text)
-        dataset = with_prompt_turns(_without_columns_of_trl(dataset, name, used))
+        kept = used | ({"prompt"} if "chosen" in used else set())  # reward functions take whatever is beside the prompt
+        if surplus := sorted(_columns(dataset) & _OF_TRL - kept) if used != {"prompt"} else []:
+            dataset = dataset.remove_columns(surplus)
+            if rank_and_size()[0] == 0:
+                print(f"{name}: left out beside {listed(sorted(used))}: {listed(surplus)}")
+        dataset = with_prompt_turns(dataset)
         return with_places_of_images(dataset) if used & _IMAGES else dataset
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
         dataset = _checked(dataset, name, {"conversations"} | columns & _IMAGES, {"conversations"}, text)
@@ -326,15 +333,6 @@ def _other_turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, A
     return None if is_same else turns
 
 
-def _without_columns_of_trl(dataset: Any, name: str, used: AbstractSet[str]) -> Any:
-    """The dataset without columns that a trainer would take for its own; reward functions take whatever there is."""
-    kept = used | ({"prompt"} if "chosen" in used else set())
-    surplus = sorted(_columns(dataset) & _OF_TRL - kept) if used != {"prompt"} else []
-    if surplus and rank_and_size()[0] == 0:
-        print(f"{name}: left out beside {listed(sorted(used))}: {listed(surplus)}")
-    return dataset.remove_columns(surplus) if surplus else dataset
-
-
 def _columns(dataset: Any) -> set[str]:
     """The columns of a dataset; of a stream without features, those of its first row."""
     if dataset.column_names is not None:
@@ -375,3 +373,68 @@ def _held_out(train: Any, script: Any, training: Any) -> tuple[Any, Any]:
     count = min(_HELD_OUT_MOST, max(1, round(_HELD_OUT_SHARE * len(train))))
     halves = train.train_test_split(test_size=count, seed=training.seed)
     return halves["train"], halves["test"]
+
+
+# ---- streams ----
+
+_WINDOW = 1_000
+"""Rows among which a stream is shuffled: as many as datasets keeps in a buffer, which a resumed run would lose."""
+
+
+def share_of_stream(
+    stream: Any, *, held_out: Any = None, columns: Collection[str] = ("text",), seed: int | None = None
+) -> Any:
+    """This rank's rows of a stream, again and again: none has a row of another that it does not share (`cp_size`), and
+    none ends before the others.
+
+    Where the stream's files divide evenly among the ranks, a rank reads files of its own; otherwise it reads all of
+    them and keeps every n-th row. (`split_dataset_by_node` of datasets divides what the trainer makes of the rows: each
+    rank would tokenize all of them.) Rows whose values in `columns` are those of a held-out row are left out.
+    With a seed, each thousand rows come in an order of their own, the same each time.
+
+    Every rank must call. The ranks exchange errors alone.
+    """
+    rank, ranks = (number // ranks_per_row() for number in rank_and_size())  # who shares rows has neighbouring numbers
+    kept_back = frozenset(_content(row, columns) for row in held_out or ())
+    if stream.num_shards % ranks == 0:
+        own = stream.shard(num_shards=ranks, index=rank)
+    else:
+        own = stream.filter(_is_of_rank, with_indices=True, fn_kwargs={"rank": rank, "ranks": ranks})
+    if kept_back:
+        own = own.filter(_is_new, fn_kwargs={"kept_back": kept_back, "columns": columns})
+    with agreed("dividing the stream among the ranks"):
+        if next(iter(own), None) is None:
+            kept = f": {len(kept_back):,} different rows are held out to evaluate" if kept_back else ""
+            raise ConfigError(
+                f"--dataset_streaming: rank {rank} of {ranks} has no row to train on{kept}. Give more rows, or use "
+                "fewer processes" + (", or --eval_strategy no." if kept else ".")
+            )
+    if seed is not None:
+        options = {"batched": True, "batch_size": _WINDOW, "with_indices": True, "features": own.features}
+        own = own.map(_shuffled, fn_kwargs={"seed": seed}, **options)
+    return own.repeat(None)
+
+
+def _shuffled(rows: Mapping[str, Any], indices: Any, seed: int) -> dict[str, Any]:
+    order = random.Random(f"{seed} {indices[0]}").sample(range(len(indices)), len(indices))
+    return {name: [values[i] for i in order] for name, values in rows.items()}
+
+
+def _is_of_rank(row: Any, index: int, rank: int, ranks: int) -> bool:
+    return index % ranks == rank
+
+
+def _is_new(row: Any, kept_back: frozenset[str], columns: Collection[str]) -> bool:
+    return _content(row, columns) not in kept_back
+
+
+def _content(row: Mapping[str, Any], columns: Collection[str]) -> str:
+    """The values of a row in these columns as one text, equal for equal values."""
+    return json.dumps([_without_none(row.get(name)) for name in sorted(columns)], sort_keys=True, default=repr)
+
+
+def _without_none(value: Any) -> Any:
+    """The value without keys that Arrow added, for they stand in other rows."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value

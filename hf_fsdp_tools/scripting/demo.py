@@ -26,14 +26,9 @@ from hf_fsdp_tools.text import listed
 _FOLDER = Path("outputs", "demo")
 """Folder of demo models and data: beside what recipes write, and never in a folder that is uploaded."""
 
-_PASSAGE_CHARACTERS = 600
-"""Characters after which a passage ends at the next blank line; about 200 tokens of the demo tokenizer."""
-
-_EVAL_EVERY = 10
-"""Every tenth passage is held out for evaluation, so both splits cover all topics."""
-
-_SIDE, _PATCH = 32, 8
-"""Height and width of the pictures and of the patches in them: 16 tokens stand for a picture."""
+_PASSAGE_CHARACTERS = 600  # About 200 tokens of the demo tokenizer
+_EVAL_EVERY = 10  # Every tenth passage is held out, so both splits cover all topics
+_SIDE, _PATCH = 32, 8  # Height and width of pictures and of the patches in them: 16 tokens stand for a picture
 
 _SHAPES, _COLOURS = ("circle", "square", "triangle"), ("red", "green", "blue", "black")
 
@@ -52,12 +47,9 @@ _CHAT_TEMPLATE = (
 def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     """The folders of a small model and of a data set below `outputs/demo`, made by the first rank of each node.
 
-    Args:
-        accelerator: of `make_accelerator`.
-        kind: of the data, which decides the model: "text", "prompts", "beginnings" (with a model for a teacher beside
-            it, `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images".
-
-    What is there already is kept. Every rank must call. The other ranks wait, and stop if it fails.
+    The kind of the data decides the model: "text", "prompts", "beginnings" (with a model for a teacher beside it,
+    `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images". What is there already is kept. Every
+    rank must call. The other ranks wait, and stop if it fails.
 
     Raises:
         ConfigError: this Python has no `pydoc_data`; on every rank alike.
@@ -103,18 +95,13 @@ def demo_passages() -> list[tuple[str, str]]:
         paragraphs = dict.fromkeys(part.strip("\n") for part in topics[name].split("\n\n"))
         fresh = [part for part in paragraphs if part.strip() and part not in seen]
         seen.update(fresh)
-        passages += [(name, passage) for passage in _passages_of("\n\n".join(fresh))]
+        cut = [""]  # at a blank line after so many characters, or at any line after twice as many
+        for line in "\n\n".join(fresh).split("\n"):
+            cut[-1] += f"{line}\n"
+            if len(cut[-1]) >= _PASSAGE_CHARACTERS * (2 if line.strip() else 1):
+                cut.append("")
+        passages += [(name, passage.strip("\n")) for passage in cut if passage.strip("\n")]
     return passages
-
-
-def _passages_of(text: str) -> list[str]:
-    """The passages of a text, cut at a blank line after _PASSAGE_CHARACTERS, or at any line after twice as many."""
-    passages = [""]
-    for line in text.split("\n"):
-        passages[-1] += f"{line}\n"
-        if len(passages[-1]) >= _PASSAGE_CHARACTERS * (2 if line.strip() else 1):
-            passages.append("")
-    return [passage.strip("\n") for passage in passages if passage.strip("\n")]
 
 
 def demo_rows(kind: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -94,8 +95,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         done, rest = state.global_step - self.first_step, state.max_steps - state.global_step
         if done <= 0 or rest <= 0:
             return ""
-        left_s = round((time.perf_counter() - self.start_s) / done * rest)
-        return f", {left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left"
+        return f", {timedelta(seconds=round((time.perf_counter() - self.start_s) / done * rest))} left"
 
 
 def _peak_bytes() -> int:

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median_high
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
+    TrainerCallback,
 )
 
 from hf_fsdp_tools.accelerator import device_title
@@ -35,7 +37,7 @@ from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
-from hf_fsdp_tools.scripting.tokenizer import hub_options
+from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
@@ -50,16 +52,9 @@ def load_model(
 ) -> Any:
     """The sharded model, with a new adapter where the arguments ask for one; prints its units and the load report.
 
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments.
-        accelerator: of `make_accelerator`.
-        auto_class: the `AutoModelFor…` class, or a model class; None means `AutoModelForCausalLM`.
-        frozen: the model is not trained (a reference, a teacher): it has no fp32 masters, each unit is freed after its
-            forward pass, whatever the policy, and one line is printed.
-        keywords: of `from_pretrained`, before those that follow from the arguments.
-
-    Every rank must call; errors and what is communicated are those of `from_pretrained`.
+    `auto_class` is the `AutoModelFor…` class, or a model class; `frozen` means a reference or a teacher: no fp32
+    masters, and each unit is freed after its forward pass. `keywords` of `from_pretrained` go before what follows from
+    the arguments. Every rank must call; errors and what is communicated are those of `from_pretrained`.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -79,8 +74,7 @@ def load_model(
         "dequantize": model_args.dequantize,
         **hub_options(model_args, training),
         "load_kwargs": {"seed": training.seed},
-        **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
-        **({"auto_class": auto_class} if auto_class is not None else {}),
+        **class_options(model_args, auto_class),
     }
     if model_args.load_in_4bit:
         options["quantization_config"] = get_quantization_config(replace(model_args, dtype=computed or "float32"))
@@ -89,11 +83,11 @@ def load_model(
     else:
         _say_estimate(model_args, training, accelerator)
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_table)
+    logger.addFilter(hide := lambda record: "LOAD REPORT" not in record.getMessage())  # the report below has it too
     try:
         model, report = from_pretrained(model_args.model_name_or_path, output_loading_info=True, **(options | keywords))
     finally:
-        logger.removeFilter(_is_no_table)
+        logger.removeFilter(hide)
     if frozen:
         size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
         kind = dtype_name(model.dtype)
@@ -105,11 +99,6 @@ def load_model(
             end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
             accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
     return model
-
-
-def _is_no_table(record: logging.LogRecord) -> bool:
-    """Whether a log record is not transformers' table of missing keys, which the load report names too."""
-    return "LOAD REPORT" not in record.getMessage()
 
 
 def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
@@ -137,8 +126,7 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
 class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
     """The Trainer's bar, above which `Progress` writes."""
 
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Print no dictionary."""
+    on_log = TrainerCallback.on_log  # which prints no dictionary
 
 
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
@@ -147,16 +135,10 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     A trainer that logs rewards returns these. A resumed run goes on with the log of its checkpoint, so that the loss
     before is that of the beginning. A stream of `load_splits` stays this rank's share.
 
-    Args:
-        trainer: a Trainer with `FSDPTrainerMixin`.
-        training: its arguments.
-        model_args: `ModelArguments`, for `--early_stopping_patience`, `--ema_decay` and `--ema_device`.
-
-    Every rank must call.
+    `--early_stopping_patience`, `--ema_decay` and `--ema_device` are those of `model_args`. Every rank must call.
 
     Raises:
         ConfigError: no token of the rows counts in the loss, or the model sees other documents in a packed row.
-            Further errors are those of `FSDPTrainerMixin.train`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -246,15 +228,9 @@ def finish(
     `reward.png`) where matplotlib is installed, `merged/` with `--merge_adapters`, `ema/` with `--ema_decay`. With
     `--push_to_hub` the folder is uploaded.
 
-    Args:
-        trainer: after `train`.
-        training: its arguments.
-        model_args: `ModelArguments`.
-        tokenizer: saved beside the model.
-        lines: further lines of the summary, by their names, or others for "checkpoint". A function that gives one is
-            called by every rank once the model is saved: generating may fail, and must not cost the model.
-
-    Every rank must call; errors are those of `save_pretrained`.
+    `lines` are further ones of the summary, by their names, or others for "checkpoint". A function that gives one is
+    called by every rank once the model is saved: generating may fail, and must not cost the model. Every rank must
+    call; errors are those of `save_pretrained`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -314,8 +290,8 @@ def finish(
 def _report_estimate(file: Path, trainer: Any, model_args: Any) -> None:
     """Add a line to a file: versions, the GPU, what was estimated (null on CPUs) and, on the same scale, measured."""
     logged = _logged(trainer, "tokens_per_second")
-    rates = sorted(rate for _, rate in logged[1:] or logged)  # the first has the start in it
-    rate = rates[len(rates) // 2] / trainer.args.world_size if rates else None
+    rates = [rate for _, rate in logged[1:] or logged]  # the first has the start in it
+    rate = median_high(rates) / trainer.args.world_size if rates else None
     peaks = [peak for _, peak in _logged(trainer, "peak_memory_gb")]
     packages = ("hf-fsdp-tools", "torch", "transformers", "accelerate", "trl")
     line = {
@@ -352,10 +328,6 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process after hours of good work (pytorch issues 190489 and 179291, arrow issue 45017).
-
-    Args:
-        main: without arguments.
-        name: of the recipe, for the error's line.
 
     Example:
         >>> def main() -> None:

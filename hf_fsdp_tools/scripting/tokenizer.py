@@ -13,14 +13,8 @@ def load_tokenizer(model_args: Any, training: Any, *, images: bool = False) -> A
     """The model's tokenizer, with the chat template of `--chat_template_path` where that is given.
 
     The path is a Jinja file, or the folder or hub name of a tokenizer, whose template is taken if its tokens are in the
-    vocabulary.
-
-    Args:
-        model_args: `ModelArguments`.
-        training: the Trainer's arguments; its `chat_template_path` becomes None, for the template is set.
-        images: True gives the processor of images and text, of which the tokenizer is a part.
-
-    Every rank must call. The ranks exchange errors alone.
+    vocabulary. `images=True` gives the processor of images and text, of which the tokenizer is a part. Every rank must
+    call. The ranks exchange errors alone.
 
     Raises:
         CheckpointError: there is no such model, or it has no tokenizer, or no processor; on every rank alike.
@@ -59,6 +53,12 @@ def hub_options(model_args: Any, training: Any) -> dict[str, Any]:
     """The revision of a model's files, and whether code among them may run."""
     remote = getattr(training, "trust_remote_code", False)
     return {"revision": model_args.model_revision, "trust_remote_code": remote}
+
+
+def class_options(model_args: Any, auto_class: Any) -> dict[str, Any]:
+    """The class of a model, and its attention, where they are chosen."""
+    options = {"attn_implementation": model_args.attn_implementation, "auto_class": auto_class}
+    return {name: value for name, value in options.items() if value}
 
 
 def _set_template(target: Any, tokenizer: Any, training: Any) -> None:

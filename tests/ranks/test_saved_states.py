@@ -23,8 +23,7 @@ from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wa
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import accelerator_state
-from hf_fsdp_tools.integrations.checkpoints import problem_of
-from hf_fsdp_tools.integrations.resume import AVERAGES
+from hf_fsdp_tools.integrations.resume import AVERAGES, problem_of
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
-from hf_fsdp_tools.integrations import checkpoints
+from hf_fsdp_tools.integrations import resume
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
 from hf_fsdp_tools.loading.load import load_weights
@@ -256,7 +256,7 @@ def without_end(folder: Path) -> Path:
 
 def problem(file: Path) -> None:
     args = TrainingArguments(output_dir=str(file.parent), report_to="none", use_cpu=True)
-    if found := checkpoints._problem_of_state(file.parent, args):
+    if found := resume._problem_of_state(file.parent, args):
         raise CheckpointError(f"{file.parent} {found}")
 
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations import checkpoints, states
-from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
+from hf_fsdp_tools.integrations import resume, states
+from hf_fsdp_tools.integrations.resume import last_complete, problem_of, rotate
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
@@ -24,7 +24,7 @@ def checkpoint(folder: Path, step: int = 1) -> Path:
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    write_manifest(folder, ["trainer_state.json", "model.safetensors"], checkpoints.TRAINER_GLOBS, checksums=True)
+    write_manifest(folder, ["trainer_state.json", "model.safetensors"], resume.TRAINER_GLOBS, checksums=True)
     return folder
 
 
@@ -43,7 +43,7 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     sizes = "has 3 bytes, and had 22 when it was saved"
     assert manifest.damage(folder) == {"optimizer_0/.metadata": "is absent", "scheduler.pt": sizes}
     assert "'optimizer_0/.metadata' is absent" in problem_of(folder)
-    assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
+    assert "optimizer" not in problem_of(folder, resume.STATE_FILES), "that it is absent is allowed"
 
 
 MALFORMED = (
@@ -72,19 +72,20 @@ def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text:
     folder = checkpoint(tmp_path / "checkpoint-1")
     (folder / "trainer_state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        complete_checkpoint(str(folder), str(tmp_path))
+        last_complete(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json.*from the last complete one"):
+        resume.check_checkpoint(SimpleNamespace(args=SimpleNamespace()), folder)
     checkpoint(tmp_path / "checkpoint-0", 0)
     with pytest.warns(UserWarning, match=r"Resuming from checkpoint-0: '.*checkpoint-1' has"):
-        assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-0")
+        assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-0")
 
 
 def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for asked in (True, str(folder)):
-            assert complete_checkpoint(asked, str(tmp_path)) == str(folder)
-        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
+        assert last_complete(str(tmp_path)) == str(folder)
+        assert last_complete(str(tmp_path / "absent")) is None, "the Trainer says that there is none"
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, process_index=0),
         accelerator=SimpleNamespace(scaler=object()),
@@ -92,11 +93,11 @@ def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothi
         allow_incomplete=False,
     )
     with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*allow_incomplete = True"):
-        checkpoints.check_checkpoint(trainer, folder)
+        resume.check_checkpoint(trainer, folder)
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"mine/adapter_model\.safetensors: is damaged"):
-        checkpoints.check_checkpoint(trainer, folder)
+        resume.check_checkpoint(trainer, folder)
 
 
 @pytest.mark.parametrize("real_times", [True, False])
@@ -113,7 +114,7 @@ def test_an_interrupted_checkpoint_is_not_counted_and_the_last_stays(tmp_path: P
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"checkpoint-3", "checkpoint-mine"} | ({"checkpoint-4"} if not real_times else set())
     with nullcontext() if real_times else pytest.warns(UserWarning, match=r"checkpoint-4. has no readable"):
-        assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
+        assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from trl import ScriptArguments, SFTConfig
 from hf_fsdp_tools import scripting
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.streams import share_loader
-from hf_fsdp_tools.scripting import ModelArguments, progress, run, running, streams
+from hf_fsdp_tools.scripting import ModelArguments, data, progress, run, running
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
+from hf_fsdp_tools.scripting.data import share_of_stream
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from hf_fsdp_tools.scripting.streams import share_of_stream
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
@@ -531,7 +531,7 @@ def stream(files: int, count: int = 7) -> IterableDataset:
 
 
 def share(monkeypatch, rank: int, ranks: int, whole: IterableDataset, **options) -> IterableDataset:
-    monkeypatch.setattr(streams, "rank_and_size", lambda: (rank, ranks))
+    monkeypatch.setattr(data, "rank_and_size", lambda: (rank, ranks))
     return share_of_stream(whole, **options)
 
 

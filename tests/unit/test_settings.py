@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_fsdp_tools import ConfigError, Float8Policy, FSDPConfig, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
-from hf_fsdp_tools.integrations import config_file, settings, state
+from hf_fsdp_tools.integrations import interpret, settings, state
 from hf_fsdp_tools.integrations.config import OWN_KEYS, SETTINGS, TRAINING_KEYS, VARIABLES, YAML_KEYS, rows_of
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
@@ -82,7 +82,7 @@ def test_the_tables_are_those_of_the_sources_and_of_the_document():
         (settings.Strategy, constants.FSDP_SHARDING_STRATEGY),
     ]:
         assert list(get_args(mine)) == theirs, "in this order: files may number them"
-    assert launch_command_parser().get_default("fsdp_min_num_params") == config_file._MIN_NUM_PARAMS
+    assert launch_command_parser().get_default("fsdp_min_num_params") == interpret._MIN_NUM_PARAMS
     rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:5]] for line in DOCUMENT.splitlines()]
     rows = [cells for cells in rows if len(cells) == 4 and cells[0] and cells[0][0].startswith("fsdp_")]
     assert len(rows) == len(YAML_KEYS)

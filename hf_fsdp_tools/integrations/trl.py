@@ -1,0 +1,231 @@
+"""TRL's trainers on shards: frozen models, rewards on which all ranks agree, and vLLM, which gets the weights.
+
+Reference and teacher models are evaluated and never trained: they are frozen, and sharded when they are set.
+"""
+
+import copy
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.mesh import Axes
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
+from hf_fsdp_tools.modeling.module_tree import replaced
+from hf_fsdp_tools.sharding.fsdp2_internals import count_units
+from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.streaming.live import BUCKET_BYTES, LiveWeights, live_weights
+from hf_fsdp_tools.text import first_lines, quoted
+
+FROZEN = ("ref_model", "teacher_model")
+"""Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
+
+
+def shard_frozen(trainer: Any) -> None:
+    """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
+
+    TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit, which is refused
+    here; it leaves models alone that are sharded already.
+    """
+    held = vars(trainer)
+    accelerator, policy = held.get("accelerator"), held.get("model")
+    if accelerator is None or policy is None or not accelerator.is_fsdp2:
+        return
+    trained = set(policy.parameters())
+    for name, model in ((name, held.get(name)) for name in FROZEN):
+        if isinstance(model, nn.Module) and sharding_of(model) is None and count_units(model) == 1:
+            raise ConfigError(
+                f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
+                "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
+            )
+        if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
+            model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
+            if not count_units(model):
+                shard_in_place(model, accelerator, [])
+
+
+@contextmanager
+def made_on_shards(trainer: Any) -> Iterator[None]:
+    """A block in which TRL (1.16) makes the trainer, its reference model and rewards and vLLM's weights on shards.
+
+    TRL would load the policy's checkpoint once more, whole on every rank, and GRPO and RLOO take no reference: here the
+    policy is copied, shard by shard. And with `precompute_ref_log_probs` it would hash the bytes of a state dict, which
+    DTensors do not give, to name the file of the log-probabilities.
+    """
+    ways: dict[str, Callable[..., Any]] = {"create_model_from_path": partial(_copied, trainer), "hash_module": _hashed}
+    homes = {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
+    with ExitStack() as stack:
+        for home, name in ((home, name) for home in homes for name in ways if name in vars(home)):
+            stack.enter_context(replaced(home, **{name: partial(ways[name], getattr(home, name))}))
+        yield
+    _guard_rewards(trainer)
+    _stream_to_vllm(trainer)
+
+
+def _copied(trainer: Any, load: Callable[..., Any], model_id: str, *args: Any, **kwargs: Any) -> Any:
+    policy = vars(trainer).get("model")  # set before the reference is made
+    sharding = None if policy is None else sharding_of(policy)
+    # hooks of ranks that share rows, layers or experts cannot be copied
+    if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
+        return load(model_id, *args, **kwargs)
+    return copy.deepcopy(policy)
+
+
+def _hashed(plain: Callable[[nn.Module], str], model: nn.Module) -> str:
+    return digest_of_shards(model) if count_units(model) else plain(model)
+
+
+# ---- rewards: a rank whose function fails, or returns none, stops all ranks ----
+
+REWARDING = ("_calculate_rewards", "_calculate_rewards_from_functions")
+"""Methods of TRL's trainers (1.16) that call the reward functions; GRPO's and RLOO's then gather what they returned."""
+
+
+def _guard_rewards(trainer: Any) -> None:
+    """Let the ranks agree on the rewards of a TRL trainer's functions, once after each batch; of others, do nothing."""
+    for name in REWARDING:
+        if hasattr(trainer, name):
+            setattr(trainer, name, partial(_agreed_rewards, trainer, getattr(trainer, name)))
+
+
+def _agreed_rewards(trainer: Any, calculate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What TRL's method returns, if the functions of all ranks returned rewards. Every rank must call."""
+    failures: list[ConfigError] = []
+    functions = [f if isinstance(f, nn.Module) else _guarded(f, failures) for f in trainer.reward_funcs or ()]
+    with replaced(trainer, reward_funcs=functions):
+        rewards = calculate(*args, **kwargs)
+    with agreed("computing rewards"):
+        if failures:
+            raise failures[0]
+    return rewards
+
+
+def _guarded(function: Any, failures: list[ConfigError]) -> Any:
+    """A reward function that notes its failure and returns zeros then, with which TRL comes to where ranks gather."""
+    plain = function
+    while isinstance(plain, partial):
+        plain = plain.func
+    name = getattr(plain, "__name__", type(plain).__name__)
+
+    def failed(error: Exception, completions: Sequence[Any]) -> list[float]:
+        own = error if isinstance(error, ConfigError) else None
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # behind the call below
+        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+        place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
+        fact = f"{type(error).__name__}: {first_lines(error)}{place}"
+        said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
+        said.__cause__ = error
+        failures.append(own or said)
+        return [0.0] * len(completions)
+
+    if inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None)):  # noqa: B004
+
+        async def later(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
+            try:
+                return _checked(name, await function(*args, completions=completions, **kwargs), len(completions))
+            except Exception as error:
+                return failed(error, completions)
+
+        return later
+
+    def at_once(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
+        try:
+            return _checked(name, function(*args, completions=completions, **kwargs), len(completions))
+        except Exception as error:
+            return failed(error, completions)
+
+    return at_once
+
+
+def _checked(name: str, returned: Any, expected: int) -> list[float | None]:
+    """The rewards that a function returned, if they are one finite number, or None, for each completion."""
+    cure = "Return one finite number for each completion, None for one that it does not judge."
+    if inspect.isgenerator(returned) or not hasattr(returned, "__iter__"):
+        raise ConfigError(f"The reward function {name} returned {quoted(returned)}, which is no list. {cure}")
+    rewards = [reward.item() if hasattr(reward, "item") else reward for reward in returned]
+    if len(rewards) != expected:
+        raise ConfigError(
+            f"The reward function {name} returned {len(rewards)} rewards for {expected} completions. {cure}"
+        )
+    for number, reward in enumerate(rewards):
+        if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+            raise ConfigError(
+                f"The reward function {name} returned {quoted(reward)} for completion {number + 1} of {expected}. "
+                f"{cure}"
+            )
+    return rewards
+
+
+# ---- weights for vLLM ----
+
+
+def _stream_to_vllm(trainer: Any) -> None:
+    """Let TRL's `VLLMGeneration` of a trainer, if it has one, take the weights of the sharded policy as a stream.
+
+    TRL (1.16) gathers each parameter on every rank and sends it under the name of the module, which vLLM does not know
+    where transformers has fused it; adapters it merges into shards. Here the names are the checkpoint's, tensors go to
+    rank 0 alone (server) or to every rank (colocate), and their metadata are known without a gather.
+    """
+    generation = vars(trainer).get("vllm_generation")
+    if generation is not None:
+        generation.sync_weights = partial(_Stream(trainer, generation).sync, generation.sync_weights)
+
+
+class _Stream:
+    """The weights of a trainer's policy on their way to its vLLM."""
+
+    def __init__(self, trainer: Any, generation: Any) -> None:
+        self.trainer, self.generation = trainer, generation
+        self.weights: LiveWeights | None = None
+        self.named: Iterator[tuple[str, torch.Tensor]] | None = None
+        """What is being sent; every rank must iterate to its end."""
+
+    def sync(self, send: Any) -> None:
+        """Send the weights by TRL's own method, whose error is that of all ranks. Every rank must call."""
+        model, generation = self.trainer.model, self.generation
+        sharding = sharding_of(model)
+        if sharding is None:
+            send()  # TRL's own way
+            return
+        if self.weights is None:
+            dtype = sharding.mp_policy.param_dtype  # in which the policy computes
+            self.weights = live_weights(model, dtype=dtype, merge_adapters=hasattr(model, "peft_config"))
+            tensors = self.weights.tensors.items()
+            generation._weight_metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors]
+            generation._iter_named_params = self.begin
+        failure: Exception | None = None
+        self.named = None
+        try:
+            send()
+        except Exception as error:
+            failure = error
+        for _ in self.named or self.begin():
+            pass
+        with agreed("sending the weights to vLLM"):
+            if failure is not None:
+                said = f"{type(failure).__name__}: {first_lines(failure)}"
+                raise ConfigError(
+                    f"vLLM did not take the weights: {said}. It must be up, and serve the model that is trained."
+                ) from failure
+
+    def begin(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stands for TRL's `_iter_named_params`."""
+        self.named = self._named()
+        return self.named
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.weights is not None
+        largest = max(tensor.num_bytes for tensor in self.weights.tensors.values())
+        to = (0,) if self.generation.mode == "server" else None
+        for bucket in self.weights.buckets(max(BUCKET_BYTES, 4 * largest), to=to):  # what a rank gets, and gives
+            yield from bucket.items()
