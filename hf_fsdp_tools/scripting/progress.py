@@ -37,9 +37,12 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
     It adds `tokens_per_second` (of all ranks; `samples_per_second` where the trainer does not count tokens) and
     `peak_memory_gb` (of the rank that needs most). For this it must come before the callbacks that report. Every rank
     needs one; each log exchanges one number.
+
+    `possible` is the tokens/s of all ranks that the estimate says, on rank 0; None where there is none, as on CPUs.
     """
 
-    def __init__(self, *, has_bar: bool = False) -> None:
+    def __init__(self, *, has_bar: bool = False, possible: float | None = None) -> None:
+        self.possible = possible
         self.say = tqdm.write if has_bar else partial(print, flush=True)
         self.last: tuple[float, int | None, int] | None = None  # time, tokens counted and step of the last log
         self.evaluating_s: float | None = None  # when the evaluation began that is going on
@@ -66,6 +69,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             hidden = {"loss", "eval_loss"} if {"reward", "eval_reward"} & set(logs) else set()
             shown = [text.format(float(logs[name])) for name, text in _SHOWN.items() if name in {*logs} - hidden]
+            if self.possible and "tokens_per_second" in logs:
+                shown.append(f"{logs['tokens_per_second'] / self.possible:.0%} of what these GPUs can do")
             line = ", ".join(shown) + self._time_left(state)
             self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 

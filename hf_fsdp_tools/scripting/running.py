@@ -161,7 +161,10 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(kind)
-    trainer.callback_handler.callbacks.insert(0, Progress(has_bar=has_bar))  # before those that report logs
+    possible = (_estimate or {}).get("tokens_per_second_per_gpu")
+    possible = possible and possible * training.world_size
+    progress = Progress(has_bar=has_bar, possible=possible)
+    trainer.callback_handler.callbacks.insert(0, progress)  # before those that report logs
     if has_bar:
         trainer.add_callback(_Bar())
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import sys
 from itertools import islice
 from types import SimpleNamespace
@@ -590,6 +591,11 @@ def test_a_bar_has_the_lines_of_logs_above_it_and_no_dictionaries(capsys, monkey
         shown.on_log(args, state, None, logs={"loss": 2.5})
     (line,) = written
     assert line.startswith("step 5 of 10: loss 2.500, ") and capsys.readouterr().out == ""
+    assert "can do" not in line
+    lines.possible, lines.last = 1000.0, (lines.last[0] - 2, 0, 4)
+    lines.on_log(args, state, None, logs={"loss": 2.5, "num_tokens": 1000})
+    speed, share = re.search(r"([\d,]+) tokens/s.* (\d+)% of what these GPUs can do", written[-1]).groups()
+    assert 0 < int(share) <= 50 and int(share) == pytest.approx(int(speed) / 10, abs=1)
 
 
 def test_the_picture_of_a_run_that_is_rewarded_shows_rewards(tmp_path):
