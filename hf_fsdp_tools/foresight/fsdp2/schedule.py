@@ -1,7 +1,5 @@
-"""How FSDP2 splits parameters, and what it does at each module's passes: gathers, copies, frees, reductions.
-
-The order of memory is that of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13.
-"""
+"""How FSDP2 splits parameters, and what it does at each module's passes: gathers, copies, frees, reductions, in the
+order of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +35,7 @@ class Shard(TensorSize):
 def split_parameters(
     parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup
 ) -> list[tuple[WrapUnit, tuple[Shard, ...]]]:
-    """The units of a plan, the root first and then in the order of their modules, with their shards in the order in
-    which FSDP2 gathers them."""
+    """The units of a plan, the root first, with their shards in the order in which FSDP2 gathers them."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
@@ -187,7 +184,8 @@ class Fsdp2Schedule:
     def _end_forward(self, unit: _Unit, *, again: bool) -> None:
         if unit.shards and not again:
             if not unit.is_kept:
-                self._free_gathered(unit)
+                self._writer.free(*unit.gathered)
+                unit.gathered = []
             unit.uses.append(len(self._order))
             self._order.append(unit)
         unit.to_run.clear()
@@ -210,16 +208,21 @@ class Fsdp2Schedule:
             return
         unit.state = "reduced"
         gradients = self._added_up(unit)
-        self._free_gathered(unit)
-        if not self.reduces:
-            self._keep_whole(gradients)
-            return
-        self._writer.free(*self._inputs)
-        self._inputs.clear()
-        if gradients:
+        self._writer.free(*unit.gathered)
+        unit.gathered = []
+        if self.reduces:
+            self._writer.free(*self._inputs)
+            self._inputs.clear()
+        if self.reduces and gradients:
             self._reduce(unit, gradients)
-
-    # ---- gathers ----
+        for shard, block in gradients if not self.reduces else ():  # kept for the next micro-step
+            whole = shard.parameter
+            if whole.dtype != self._dtype:
+                kept = self._writer.take(whole.numel * self._dtype.itemsize, "whole gradients")
+                self._writer.work("memory", whole.numel * (whole.dtype.itemsize + self._dtype.itemsize))
+                self._writer.free(block)
+                block = kept
+            self._whole[whole.fqn] = block
 
     def _gather(self, unit: _Unit) -> None:
         """`foreach_all_gather`: shards are cast together, or copied from the host one by one."""
@@ -289,12 +292,6 @@ class Fsdp2Schedule:
         writer.work("memory", 2 * copied_bytes)
         writer.free(*copies)
 
-    def _free_gathered(self, unit: _Unit) -> None:
-        self._writer.free(*unit.gathered)
-        unit.gathered = []
-
-    # ---- reductions ----
-
     def _added_up(self, unit: _Unit) -> list[tuple[Shard, int]]:
         """Shard and memory of each parameter's whole gradient, with those of earlier micro-steps."""
         result = []
@@ -310,17 +307,6 @@ class Fsdp2Schedule:
             if block is not None:
                 result.append((shard, block))
         return result
-
-    def _keep_whole(self, gradients: Sequence[tuple[Shard, int]]) -> None:
-        """Keep gradients for the next micro-step instead of reducing them."""
-        for shard, block in gradients:
-            whole = shard.parameter
-            if whole.dtype != self._dtype:
-                kept = self._writer.take(whole.numel * self._dtype.itemsize, "whole gradients")
-                self._writer.work("memory", whole.numel * (whole.dtype.itemsize + self._dtype.itemsize))
-                self._writer.free(block)
-                block = kept
-            self._whole[whole.fqn] = block
 
     def _reduce(self, unit: _Unit, gradients: list[tuple[Shard, int]]) -> None:
         """`foreach_reduce`: gradients are joined, reduced to shards, summed over replicas, and added to what is there;
