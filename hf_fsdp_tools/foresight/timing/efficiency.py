@@ -7,6 +7,8 @@ twice for an all-reduce (Thakur, Rabenseifner and Gropp, "Optimization of Collec
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Axis, Operation, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -65,8 +67,7 @@ on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `s
 _NETWORK_EFFICIENCY = 0.8  # The same of the network between machines. (assumed)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The ranks of a collective and what joins them."""
 
     ranks: int
@@ -128,7 +129,7 @@ class Durations:
 
     def __init__(self, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> None:
         self._setup, self._gpu, self._efficiency = setup, gpu, efficiency
-        self._groups: dict[tuple[Axis, int], Group] = {}
+        self._group_of = cache(lambda axis: group_of(axis, setup, gpu))
 
     def seconds(self, work: Work) -> float:
         """Seconds of a kernel, copy or collective that has the GPU, its memory and the links for itself."""
@@ -140,18 +141,12 @@ class Durations:
         if work.stream == "offload":
             return num_bytes / (gpu.host_memory_bandwidth * _HOST_MEMORY)
         shares = self._efficiency
-        if operation == "memory" and self._setup.compile and work.stream == "compute" and work.phase in _OF_MODEL:
-            num_bytes *= shares.compiled_memory
+        is_of_model = work.stream == "compute" and work.phase not in ("clip", "optimizer")  # which a compiler fuses
+        num_bytes *= shares.compiled_memory if operation == "memory" and self._setup.compile and is_of_model else 1
         rate = gpu.peak(work.dtype_bytes, self._setup.precision)
         rate *= shares.attention if operation == "attention" else shares.matmul
         return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / (gpu.memory_bandwidth * shares.memory))
 
     def group(self, work: Work) -> Group:
         """Who takes part in a collective."""
-        if (key := (work.axis, work.ranks)) not in self._groups:
-            self._groups[key] = replace(group_of(work.axis, self._setup, self._gpu), ranks=work.ranks)
-        return self._groups[key]
-
-
-_OF_MODEL = ("forward", "loss", "backward")
-"""What a compiler fuses is what the model computes; the optimizer and FSDP's copies stay as they are."""
+        return self._group_of(work.axis)._replace(ranks=work.ranks)

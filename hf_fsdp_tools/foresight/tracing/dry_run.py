@@ -5,8 +5,8 @@ the gradients of their outputs, and by an autograd function on their inputs.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import walk_tb
 from types import SimpleNamespace
@@ -111,7 +111,10 @@ def _dry_run(
             batch = batch_of(twin, setup, images)
             for tensor in batch.values():
                 recorder.take(tensor, "inputs")
-            stack.enter_context(_no_packed_sequences())
+            # transformers would make a mask for fake tensors; the temporary memory is that of a real run
+            find: Any = masking_utils.find_packed_sequence_indices
+            unpacked = partial(lambda find, ids: (find(ids), None)[1], find)
+            stack.enter_context(replaced(masking_utils, find_packed_sequence_indices=unpacked))
             if setup.attn_implementation == "flash_attention_2":  # no mask is made, also not for windows
                 masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
                 stack.callback(masks.__setitem__, "sdpa", masks["sdpa"])
@@ -185,7 +188,9 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.cp_size > 1:
         hooks += follow_rows(base_of(model), setup.cp_size)
     install(model, hooks)
-    _watch_head(model, recorder)
+    if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:  # where logits are made …
+        head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
+        head.register_forward_hook(partial(_until_gradient, lambda _: setattr(recorder, "in_loss", False)))  # … and end
     for name, module in model.named_modules():  # so that memory has a name
         module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)
         # also where checkpointing has computed all that it needs
@@ -210,8 +215,7 @@ def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool)
     def after(_: nn.Module, args: object, output: Any) -> None:
         recorder.end(name)
         if torch.is_grad_enabled():
-            for tensor in _needing_gradients(output):
-                tensor.register_hook(lambda _: recorder.begin_backward(name))  # type: ignore[no-untyped-call]
+            _until_gradient(lambda _: recorder.begin_backward(name), module, None, output)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=is_grouped)
@@ -231,22 +235,14 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, *grads)
 
 
+def _until_gradient(call: Callable[[torch.Tensor], None], _: nn.Module, __: object, output: Any) -> None:
+    """Call where the gradient of a module's output is complete."""
+    for tensor in _needing_gradients(output):
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
+
+
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
     return [each for each in tensors_in(value) if each.requires_grad]
-
-
-def _watch_head(model: nn.Module, recorder: Recorder) -> None:
-    """Tell the recorder where logits are made, and where their gradient is complete."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        return
-
-    def after(_: nn.Module, args: object, output: Any) -> None:
-        for tensor in _needing_gradients(output):
-            tensor.register_hook(lambda _: setattr(recorder, "in_loss", False))  # type: ignore[no-untyped-call]
-
-    head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
-    head.register_forward_hook(after)
 
 
 @contextmanager
@@ -267,13 +263,3 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         if isinstance(error, unfollowed) or not is_all:
             raise _CannotFollowError(f"A step cannot be estimated without data: {place}") from error
         raise ConfigError(f"A step of training fails in {place}. Correct configuration or arguments.") from error
-
-
-def _no_packed_sequences() -> AbstractContextManager[None]:
-    """Tell transformers that sequences are not packed: of fake tensors it makes a mask, which no flash kernel takes."""
-    find = masking_utils.find_packed_sequence_indices
-
-    def none_are_packed(position_ids: torch.Tensor) -> None:
-        find(position_ids)  # its temporary memory is that of a real run
-
-    return replaced(masking_utils, find_packed_sequence_indices=none_are_packed)
