@@ -1,8 +1,5 @@
-"""The events of a training step on one rank, in the order in which the host issues them.
-
-`Alloc` and `Free` are what a caching allocator sees, `Work` is what the streams of a GPU run. A dry run of the model
-gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
-"""
+"""The events of a training step on one rank, in the order in which the host issues them. A dry run of the model gives
+those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,27 +14,22 @@ Stream = Literal[
 ]
 """The streams of FSDP2 (`FSDPCommContext` in torch), CPU offload, what GPUs that share rows, layers or experts
 exchange, for which their computation waits, and the copies of blocks' inputs to the host and back."""
-
 Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
 """Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; that share rows (`cp_size`),
 layers (`tp_size`) or experts (`ep_size`)."""
-
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
-
 Kind = Literal[
     "parameters", "gradients", "optimizer", "gathered parameters", "gather buffers", "whole gradients",
     "reduce buffers", "activations", "logits and loss", "temporaries", "inputs",
 ]  # fmt: skip
 """What memory is for. Parameters, gradients and optimizer are this rank's shards; whole gradients are not yet reduced;
 temporaries do not outlive the module that made them."""
-
 Operation = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "host_to_device",
     "device_to_host",
 ]  # fmt: skip
 """What bounds the duration: matrix units, attention kernels, the GPU's memory, links between GPUs or to the host."""
-
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 COPIES = ("host_to_device", "device_to_host")
 

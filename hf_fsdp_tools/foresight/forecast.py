@@ -31,25 +31,20 @@ from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute
 
 Value = TypeVar("Value")
-
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
-
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-
 _NOT_TRACED = (
     "num_gpus", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
     "offload", "expandable_segments",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
-
 _NOT_BUILT = (
     *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
     *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
-
 _MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large model take tens of MB. (assumed)
 
 
@@ -176,10 +171,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     config = getattr(base, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
     if limit is not None and setup.seq_len > limit:
-        raise ConfigError(
-            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}. Give fewer tokens, "
-            "or a configuration with more positions."
-        )
+        fact = f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}"
+        raise ConfigError(f"{fact}. Give fewer tokens, or a configuration with more positions.")
     plan = plan_with_adapters(base, setup.policy)
     if is_divided:
         cut_parts(model)

@@ -17,21 +17,14 @@ from hf_fsdp_tools.text import grouped, merge_names, show_bytes, show_count
 _WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
 """MiB of cuBLAS' workspace by family of GPUs, of all others 8.125 (`parseChosenWorkspaceSize` in
 `CublasHandlePool.cpp`). The thread of the forward pass and autograd's have one each (counted on an H200)."""
-
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _MANY_SHARDS = 2048
-_OF_MANY_SHARDS = (
-    "each rank spends up to a minute in torch's fully_shard, which makes a chunk of each parameter for each rank "
-    "(22 to 51 s on 4,096 ranks); with replicas (dp_replicate_size, HSDP) it makes fewer."
-)
+_OF_MANY_SHARDS = "each rank spends up to a minute in torch's fully_shard; with replicas (dp_replicate_size, HSDP) less"
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
-_NCCL_CHANNELS = 24
-"""Channels of a ring on NVLink. (assumed: up to 32; with the context this makes the 1.06 GB of issue 1685 on 8 H100)"""
-
+_NCCL_CHANNELS = 24  # Of a ring on NVLink. (assumed: with the context the 1.06 GB of issue 1685 on 8 H100)
 _SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
 MARGIN = 0.1  # Part that a recommended setting leaves free: 62 of 66 published peaks were so near above the estimate
 WASTED = 0.03  # Part that another setting of the allocator must save to be named. (assumed)
-
 _SETTLED = 3  # Steps after the first until the allocator does the same in every step. (2 or 3 were enough)
 
 

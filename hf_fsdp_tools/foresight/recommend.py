@@ -23,16 +23,13 @@ from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import show_bytes
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # The variable with which segments of the allocator grow
-
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
-
 GAIN = 0.01  # Relative gain in speed below which settings count as equally fast: less memory wins. (assumed)
 TOKENS = 2**18
 """Tokens of an optimizer step where none are asked for. (assumed; published fine-tunings take 65 K (Alpaca: 128 × 512)
 to 524 K (Tülu 3: 128 × 4,096))"""
-
 AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload"))
 DEGREES = ("ep_size", "cp_size", "tp_size")
 _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
@@ -41,7 +38,6 @@ SEARCHED = (
     "dequantize", "master_dtype", "optimizer", "offload",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
-
 LONG = 32_768  # Tokens per sequence from which rows are shared where that is faster. (assumed: attention takes most)
 _WAITING = 0.1  # Part of a step that GPUs wait, from which it is tried to share experts. (assumed)
 _MOST_LAYERS = 4  # One block of up to so many is checkpointed. (assumed)
@@ -76,11 +72,9 @@ def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int
     rest, over = divmod(global_batch_size, divisor)
     if over or rest < 1 or (batch and steps and rest > 1):
         factors = [setup.row_words, *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
-        near = {divisor} if batch and steps else {max(rest, 1) * divisor, max(rest + 1, 1) * divisor}
-        raise ConfigError(
-            f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}; use "
-            f"{' or '.join(map(str, sorted(near)))}"
-        )
+        near = [divisor] if batch and steps else sorted({max(rest, 1) * divisor, (rest + 1) * divisor})
+        fact = f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}"
+        raise ConfigError(f"{fact}; use {' or '.join(map(str, near))}")
     if batch:
         return {batch: steps or rest}
     return {rest: steps} if steps else {size: rest // size for size in range(1, rest + 1) if rest % size == 0}
@@ -269,9 +263,6 @@ def rate(setup: TrainingSetup, cost: Cost) -> float:
     return sequences / cost.step_seconds
 
 
-# ---- the answer ----
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Report):
     """The fastest setting that fits, and what speaks for it.
@@ -305,7 +296,6 @@ class Recommendation(Report):
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens per second and GPU."""
         return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
 
     def __str__(self) -> str:
@@ -331,7 +321,7 @@ class Recommendation(Report):
             *(("" if at else "faster", each) for at, each in enumerate(self.proposals)),
             *(("note", note) for note in cost.notes),
         ]
-        head = f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}"
+        head = f"{self.model}, sequences of {setup.seq_len:,} tokens, on {setup.num_gpus} x {setup.gpu}"
         assumed = wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10)
         return "\n".join([head, *assumed, "", *(f"{title:<9} {text}" for title, text in lines)])
 
@@ -339,12 +329,6 @@ class Recommendation(Report):
 def _percent(part: float) -> str:
     """0.123 as "12 %", 0.004 as "0.4 %"."""
     return f"{100 * part:.{1 if abs(part) < 0.0095 else 0}f} %"
-
-
-def _training_words(setup: TrainingSetup) -> str:
-    """What is trained how, without what is searched: "LoRA (r 16), sequences of 4,096 tokens"."""
-    kind = "full fine-tuning" if setup.lora_r is None else f"{'Q' * setup.load_in_4bit}LoRA (r {setup.lora_r})"
-    return f"{kind}, sequences of {setup.seq_len:,} tokens"
 
 
 def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
@@ -391,7 +375,12 @@ def recommend_config(
     evaluate, searched = _pricing(name_or_model, model_kwargs or {}, say), frozenset(fixed) & frozenset(SEARCHED)
     search = Search(setup, searched, evaluate, margin, global_batch_size)
     if (found := search.run()) is None:
-        raise ConfigError(_nothing_fits(model, search))
+        least, cures = min(cost.peak_bytes for _, cost in search.known), "; ".join(_cures(search))
+        raise ConfigError(
+            f"{model}, sequences of {setup.seq_len:,} tokens, fits on {setup.num_gpus} x {setup.gpu} at no setting: it "
+            f"takes {show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
+            f"({_percent(margin)} stays free). " + (f"What fits: {cures}." if cures else "Take a smaller model.")
+        )
     (best, cost), grown = found, 0
     if not (gpu.family.startswith("mi") or best.expandable_segments):  # AMD's have none
         grown = evaluate(replace(best, expandable_segments=True)).peak_bytes
@@ -450,7 +439,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    for name in (each for each in ("seq_len", "batch_size") if each not in search.fixed):
+    for name in ("seq_len", *["batch_size"] * ("batch_size" not in search.fixed)):
         changes = {name: 2 * getattr(best, name)}
         price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
@@ -469,25 +458,9 @@ def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]
             yield f"{setting_words({name: value})}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
 
 
-# ---- where nothing fits ----
-
-
-def _nothing_fits(model: str, search: Search) -> str:
-    """Why nothing fits, and what does."""
-    setup, least = search.setup, min(cost.peak_bytes for _, cost in search.known)
-    fitting = "; ".join(_cures(search))
-    return (
-        f"{model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
-        f"{show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
-        f"({_percent(search.margin)} stays free). " + (f"What fits: {fitting}." if fitting else "Take a smaller model.")
-    )
-
-
-def what_fits(
-    name_or_model: Source, setup: TrainingSetup, *, model_kwargs: Mapping[str, Any] | None = None
-) -> list[str]:
+def what_fits(name_or_model: Source, setup: TrainingSetup, model_kwargs: Mapping[str, Any]) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
-    search = Search(setup, frozenset(SEARCHED), _pricing(name_or_model, model_kwargs or {}), margin=0.0)
+    search = Search(setup, frozenset(SEARCHED), _pricing(name_or_model, model_kwargs), margin=0.0)
     search.cost(setup)
     return list(_cures(search))
 

@@ -15,7 +15,6 @@ from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
-
 _ALWAYS_SAID = (
     "precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
     "attn_implementation",
@@ -48,8 +47,6 @@ class TrainingSetup:
         >>> setup = TrainingSetup(num_gpus=8, gpu="a100-80gb", seq_len=32, activation_checkpointing=True)
         >>> estimate_memory("checkpoint", setup).fits
         True
-        >>> setup.words
-        'precision bf16, master_dtype fp32, reduce_dtype fp32, optimizer adamw, with activation_checkpointing, ...'
     """
 
     num_gpus: int = 1  #: Processes over all machines, one per GPU

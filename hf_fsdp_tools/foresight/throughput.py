@@ -1,8 +1,7 @@
 """How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs.
 
-In a pass (forward, backward, the optimizer) the slowest of computation, the host that issues kernels, collectives and
-copies hides the others. Waited for are the first gather of a forward pass and the last reduction of a backward pass,
-collectives between layers, copies of one GPU and an optimizer on the CPU.
+In a pass the slowest of computation, the host that issues kernels, collectives and copies hides the others. Waited for
+are the first gather, the last reduction, collectives between layers, copies of one GPU and an optimizer on the CPU.
 """
 
 import math
@@ -24,14 +23,12 @@ _HOST_SECONDS = 15e-6  # An operator that a model's Python calls. (assumed: 0.5 
 _AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
 _HOST_COLLECTIVE_SECONDS = 150e-6  # A collective with FSDP2's Python around it. (assumed)
 _COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
-
 TRAINER = {
     "packed rows": (0.88, 1.03, "10 of TRL's SFTTrainer, A100, 4,096 tokens, 2024"),
     "padded rows": (0.62, 0.88, "9 of Liger's example, 4 A100, 512 tokens, padding counted, 2024"),
 }
 """What transformers' `Trainer` reaches of the tokens per second of tuned loops, on which the efficiencies were fitted,
 and the published trainings that say so (fms-acceleration's tables of 11 and 12/2024; Liger's example)."""
-
 _PARTS = {
     "matmul": "matmuls",
     "attention": "attention",
@@ -41,7 +38,6 @@ _PARTS = {
     "host": "waiting for launches",
     "slowest GPU": "waiting for the slowest GPU",
 }
-
 _SHARED = "times of GPUs that share rows, layers or experts were not compared with any real run"
 _OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the estimated tokens/s"
 
@@ -109,7 +105,6 @@ class ThroughputEstimate(Report):
 
     @property
     def exposed_seconds(self) -> float:
-        """Communication that no computation hides."""
         return self.parts["communication"]
 
     def hours(self, tokens: float) -> float:
@@ -230,9 +225,7 @@ def step_time(events: Sequence[Event], setup: TrainingSetup, *, efficiency: Effi
     return Timing(parts, communication=sum(row["all communication"] for row in rows))
 
 
-def _pass_time(
-    is_forward: bool, works: Iterable[Work], durations: Durations, setup: TrainingSetup
-) -> Mapping[str, float]:
+def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, setup: TrainingSetup) -> dict[str, float]:
     """What the GPU does in one pass, in seconds."""
     collectives: list[tuple[str, float]] = []  # Link and seconds of those that run beside kernels
     parts = defaultdict[str, float](float)  # Kernels, and what is waited for

@@ -43,7 +43,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
     whole = [parameter for parameter in trace.parameters if parameter.is_whole]
     schedule, replicated = Fsdp2Schedule(writer, trace.parameters, plan, setup), _WholeGradients(writer, whole, setup)
-    _write_micro_steps(writer, trace, setup, schedule, replicated)
+    _write_micro_steps(trace, setup, schedule, replicated)
     optimizer_at, shards = len(writer.events), schedule.shards
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
@@ -75,11 +75,9 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     return Step(tuple(writer.events), optimizer_at, tuple(parameters), tuple(state), host_bytes)
 
 
-def _write_micro_steps(
-    writer: EventWriter, trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: "_WholeGradients"
-) -> None:
+def _write_micro_steps(trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: Any) -> None:
     """Write the events of a trace once for each micro-step; FSDP2 acts between them."""
-    events = trace.events
+    events, writer = trace.events, schedule.writer
     inputs = {event.block for event in events if type(event) is Alloc and event.kind == "inputs"}
     end = len(events)  # of the backward pass: inputs are given back after it
     while end and isinstance(event := events[end - 1], Free) and event.block in inputs:
@@ -160,20 +158,17 @@ class _WholeGradients:
         else:
             self._gradients[name] = block
         self._unsent += num_bytes
-        if self._is_ddp and self._unsent >= _BUCKET:
-            self._reduce()
 
     def end_backward(self) -> None:
-        """What is left is sent; copies of parameters without a gradient are freed."""
-        self._reduce()
+        """Gradients are summed over ranks, by DDP in buckets; copies of parameters without a gradient are freed."""
+        more: dict[str, Any] = {"stream": "all_reduce" if self._is_ddp else "compute"}
+        ranks, most = self._setup.num_gpus, _BUCKET if self._is_ddp else self._unsent
+        for sent in range(0, self._unsent, most) if ranks > 1 and self.reduces and self._unsent else ():
+            num_bytes = min(most, self._unsent - sent)
+            self._writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks, axis="all", **more)
+        self._unsent = 0
         self._writer.free(*self._copies.values())
         self._copies.clear()
-
-    def _reduce(self) -> None:
-        if self._unsent and (ranks := self._setup.num_gpus) > 1 and self.reduces:
-            more: dict[str, Any] = {"stream": "all_reduce" if self._is_ddp else "compute"}
-            self._writer.work("all_reduce", self._unsent, dtype_bytes=4, ranks=ranks, axis="all", **more)
-        self._unsent = 0
 
     def end_step(self) -> None:
         """Gradients are set to None."""

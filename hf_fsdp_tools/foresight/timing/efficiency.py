@@ -1,8 +1,7 @@
 """What training reaches of a GPU's peaks, and how long one kernel, copy or collective runs by itself: a roofline.
 
 A collective takes the time of its bytes over the narrowest link of a ring, which (n - 1) / n of them pass once, or
-twice for an all-reduce (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005). NCCL's latencies, trees and protocols are left out: no published training shows them.
+twice for an all-reduce (Thakur et al. 2005, MPICH). NCCL's latencies and protocols show in no published training.
 """
 
 import math
@@ -23,8 +22,7 @@ class Efficiency:
     attention: float
     memory: float  # Share of the peak bandwidth, by kernels that the GPU's memory bounds
     straggler: float = 0.0
-    """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
-    sqrt(2 ln n), the expected maximum of n normal deviates (Cramér 1946, section 28.6)."""
+    """The slowest of n GPUs is later than the mean by this times sqrt(2 ln n) (Cramér 1946, section 28.6)."""
     compiled_memory: float = 0.462  # Share of the traffic of elementwise kernels that is left under `torch.compile`
     error: float
     """What tokens per second of a tuned loop may be off. On A100 and H100 nine of ten trainings by publishers that were
@@ -63,7 +61,6 @@ def efficiency_of(gpu: Gpu, *, has_experts: bool = False) -> Efficiency:
 _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
 on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
-
 _NETWORK_EFFICIENCY = 0.8  # The same of the network between machines. (assumed)
 
 
@@ -116,12 +113,10 @@ def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
 
 
 _KERNEL_SECONDS = 2e-6  # A kernel at least, with the gap before it. (assumed)
-
 _HOST_COPY = 0.8  # Share of the link to the host that copies of pinned memory reach: 25 of 32 GB/s on PCIe 4. (assumed)
-
 _HOST_MEMORY = 0.7
 """Share of the host's memory bandwidth that an optimizer on its CPUs reaches. (assumed; ZeRO-Offload, arXiv 2101.06840,
-table 4: 0.22 s per billion parameters, that is 127 GB/s of the 256 of a DGX-2's node for 28 bytes per parameter)"""
+table 4: 127 GB/s of the 256 of a DGX-2's node)"""
 
 
 class Durations:

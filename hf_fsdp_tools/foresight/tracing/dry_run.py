@@ -1,8 +1,5 @@
-"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP.
-
-FSDP2's places are imitated by its own means, so that memory lives as long as in a real run: by hooks on modules and on
-the gradients of their outputs, and by an autograd function on their inputs.
-"""
+"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP, whose places are
+imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
 import math
 from collections.abc import Callable, Iterator

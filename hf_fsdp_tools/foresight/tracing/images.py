@@ -23,7 +23,6 @@ from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
 
 _SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
-
 _NAMED = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 """Settings of image processors that configurations of vision towers have, and their names there."""
 
@@ -123,10 +122,6 @@ def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             module._buffers[key] = empty
 
 
-_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
-"""How classes end whose labels are one class for each sequence or image."""
-
-
 def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
     """Arguments of the model's forward pass for one micro-step of training, with any values. Sequences are full and not
     packed, so that no mask is given. Each image stands between marks."""
@@ -158,14 +153,11 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
     if "start_positions" in takes:
         return batch | {name: torch.zeros(rows, dtype=torch.int64) for name in ("start_positions", "end_positions")}
     if "labels" not in takes:
-        raise ConfigError(
-            f"{type(model).__name__} takes no labels, so it gives no loss to train with. Choose another auto_class."
-        )
-    is_one_label = type(model).__name__.endswith(_ONE_LABEL)
+        raise ConfigError(f"{type(model).__name__} takes no labels, so it gives no loss. Choose another auto_class.")
+    kinds = ("Sequence", "Image", "Audio")  # of which each is one class
+    is_one_label = type(model).__name__.endswith(tuple(f"For{kind}Classification" for kind in kinds))
     return batch | {"labels": torch.zeros((rows,) if is_one_label else (rows, setup.seq_len), dtype=torch.int64)}
 
-
-# ---- values ----
 
 _MOST_BYTES = 2**26  # A larger result is not followed: token ids are, masks of long sequences squared not. (assumed)
 

@@ -74,9 +74,7 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tor
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _efficient_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any, **_: Any
-) -> tuple[Any, ...]:
+def _efficient_backward(_: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **__: Any) -> tuple[Any, ...]:
     """The gradients of efficient attention, of keys and values with fewer heads too (torch 2.14), laid out by token."""
     made = [torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype) for t in (query, key, value)]
     wanted = rest[5][3] if len(rest) > 5 and mask is not None else False
@@ -106,10 +104,8 @@ def notes_of(model: nn.Module) -> Iterator[str]:
     kinds, title = {type(module): module for module in model.modules()}, type(model).__name__
     convolved = (kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children()))
     if mixer := next((kind for kind in convolved if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")), None):
-        yield (
-            f"{mixer.__name__} is estimated as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
-            "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
-        )
+        kept = "the kernels for it (mamba_ssm, causal_conv1d, fla) keep far fewer activations."
+        yield f"{mixer.__name__} is estimated as transformers computes it in PyTorch; {kept}"
     fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
     if packed_parameters(model) and any(each.is_floating_point() for each in fused):
         yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."

@@ -1,7 +1,5 @@
 """Layers and experts that ranks share (`tp_size`, `ep_size`), on tensors without data: this rank's part of each weight,
-and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`; `extensions.tensor_parallel`
-installs them in a real run). Each rank's experts get as many tokens as those of any other.
-"""
+and what it exchanges, as transformers' styles do it (5.23). Each rank's experts get as many tokens as any other's."""
 
 from collections.abc import Callable
 from functools import partial
