@@ -19,10 +19,7 @@ _ALWAYS_SAID = (
     "precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
     "attn_implementation",
 )  # fmt: skip
-_SAID_APART = (
-    "num_gpus", "gpu", "gpus_per_node", "batch_size", "rows_per_example", "seq_len", "gradient_accumulation_steps",
-    "policy",
-)  # fmt: skip
+_SAID_APART = ("num_gpus", "gpu", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps", "policy")
 
 
 def setting_words(values: Mapping[str, Any]) -> str:
