@@ -103,7 +103,7 @@ class EventWriter:
         self.events: list[Event] = []
         self.phase: Phase = "forward"  # The part of the step that new work belongs to
         self.unit = ""  # The unit that new memory and work belong to
-        self.numbers = count(first_block + 1)  # Of memory
+        self.numbers = count(first_block + 1)  # Numbers of memory
 
     def alloc(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> Alloc:
         """Memory with a number of its own, which is not written."""

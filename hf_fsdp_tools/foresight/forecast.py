@@ -171,8 +171,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     config = getattr(base, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
     if limit is not None and setup.seq_len > limit:
-        fact = f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}"
-        raise ConfigError(f"{fact}. Give fewer tokens, or a configuration with more positions.")
+        fact = f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}."
+        raise ConfigError(f"{fact} Give fewer tokens, or a configuration with more positions.")
     plan = plan_with_adapters(base, setup.policy)
     if is_divided:
         cut_parts(model)

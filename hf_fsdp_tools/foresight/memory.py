@@ -21,7 +21,7 @@ _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assume
 _MANY_SHARDS = 2048
 _OF_MANY_SHARDS = "each rank spends up to a minute in torch's fully_shard; with replicas (dp_replicate_size, HSDP) less"
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
-_NCCL_CHANNELS = 24  # Of a ring on NVLink. (assumed: with the context the 1.06 GB of issue 1685 on 8 H100)
+_NCCL_CHANNELS = 24  # In a ring on NVLink. (assumed: with the context the 1.06 GB of issue 1685 on 8 H100)
 _SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
 MARGIN = 0.1  # Part that a recommended setting leaves free: 62 of 66 published peaks were so near above the estimate
 WASTED = 0.03  # Part that another setting of the allocator must save to be named. (assumed)
@@ -50,7 +50,7 @@ class MemoryEstimate(Report):
     outside: Mapping[str, int]  # Bytes that PyTorch's allocator does not know of: of the CUDA context and of NCCL
     peak_event: int  # Index of the event of the step after which the peak stands
     limit_bytes: int  # Memory of the GPU that the training may use
-    host_bytes: int = 0  # Of one process: under CPU offload shards, gradients, states; offloaded inputs of blocks
+    host_bytes: int = 0  # On the host, for one process: shards, gradients, states under CPU offload; blocks' inputs
     notes: tuple[str, ...] = ()
     forecast: Forecast = field(repr=False, compare=False)
 

@@ -49,7 +49,7 @@ class Cost:
 
     peak_bytes: int  # Memory of the GPU, with what CUDA and NCCL take
     step_seconds: float
-    floor_seconds: float = 0.0  # Of these, what the GPU computes: no other sharding of the micro-batch takes less
+    floor_seconds: float = 0.0  # What the GPU computes in it: no other sharding of the micro-batch takes less
     host_bytes: int = 0  # Host memory of one process under offload
     loss: Literal["full", "chunked", None] = None
     is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings

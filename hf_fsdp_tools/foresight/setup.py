@@ -49,7 +49,7 @@ class TrainingSetup:
     num_gpus: int = 1  #: Processes over all machines, one per GPU
     gpu: str | Gpu = "h100-80gb"  #: Name in the table of GPUs (`hardware`), or a `Gpu` of one's own
     gpus_per_node: int = 8  #: GPUs that share a machine and its fast links
-    network_gbit_s: float | None = None  #: Of all network cards of a machine together; None takes the GPU's usual one
+    network_gbit_s: float | None = None  #: All cards of a machine together; None takes the GPU's usual one
     link_gb_s: float | None = None
     """GB/s between the GPUs of a machine, as nccl-tests' `all_gather_perf` has them; None takes the GPU's usual ones,
     which PCIe with few or shared lanes does not reach."""

@@ -54,7 +54,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 def _read_gpus() -> Iterator[Gpu]:
     """Yield the GPU of each row of `gpus.csv`: rates in Tflop/s, empty where the GPU has none; memory in GiB; links
-    in GB/s, per GPU and direction. Of alike names the usual GPU stands first: it is the one that a short name means.
+    in GB/s, per GPU and direction. The usual GPU of alike names stands first: it is the one that a short name means.
 
     - Total memory: the lowest of what PyTorch's out-of-memory messages say ("has a total capacity of 79.10 GiB").
     - Link to the host: PCIe x16 of generation 3, 4, 5 (PCI-SIG); half of it to GPUs for cards without peer copies.
