@@ -131,12 +131,6 @@ def _gemma3_vl(size: Size) -> PreTrainedConfig:
     return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
 
 
-def _idefics3(size: Size) -> PreTrainedConfig:
-    """Images cut into tiles, those that are empty left out."""
-    text = _of_decoder(size) | {"model_type": "llama"}
-    return hf.Idefics3Config(text_config=text, vision_config=_vision(size), image_token_id=9, scale_factor=2)
-
-
 EVERY, ON_HOST, KEPT = (f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
 
 
@@ -183,7 +177,6 @@ CASES = (
             ("LLaVA", _llava, {}),
             ("LLaVA, LoRA, checkpointing", _llava, dict(lora_r=16, activation_checkpointing=True)),
             ("Gemma 3", _gemma3_vl, {}),
-            ("Idefics 3", _idefics3, {}),
         )
     ),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),

@@ -136,8 +136,7 @@ class Row:
             trace = replace(forecast.trace, events=tuple(recomputed_events(forecast.trace.events, self.recomputed)))
             few = replace(forecast.setup, gradient_accumulation_steps=min(3, self.setup.gradient_accumulation_steps))
             forecast = replace(forecast, trace=trace, step=compose(trace, forecast.plan, few))
-        memory = memory_of(forecast)
-        return replace(memory, retried=()) if self.publisher in ("llm-foundry", "TinyLlama") else memory
+        return memory_of(forecast)
 
 
 def read_rows(kind: Literal["throughput", "memory"]) -> list[Row]:

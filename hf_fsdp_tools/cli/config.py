@@ -71,7 +71,6 @@ def add_config(commands: Any) -> None:
     shard("--state-dict-type", choices=kinds, help="form of training checkpoints (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
     train("--global-batch-size", type=count, metavar="N", help="sequences per optimizer step over all GPUs")
-    train("--longest", action="store_true", help="search for the longest sequence that fits, in place of --max-length")
     train("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free (default: 0.1)")
     add_training_options(train, recipes())
     parser.set_defaults(run=_config)
@@ -184,7 +183,7 @@ def _of_model(options: argparse.Namespace, config: "FSDPConfig", reasons: dict[s
     of_setup = {name: SETUP_FIELDS.get(name, name) for name in names}
     return _Answer(
         config=replace(config, **{name: getattr(best.setup, own) for name, own in of_setup.items()}),
-        reasons=reasons | {name: best.reasons[own] for name, own in of_setup.items() if own in best.reasons},
+        reasons=reasons,
         lines=lines,
         start=["hf-fsdp", recipe],
         script=script,
@@ -267,8 +266,6 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -
             f"{options.model}: what fits on the CPU is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
             "--num-processes 8"
         )
-    if options.longest and options.seq_len is not None:
-        raise ConfigError("--longest looks for the length that --max-length gives; leave one of them out")
     from hf_fsdp_tools.foresight.recommend import recommend_config
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting.setups import RECIPES
@@ -282,7 +279,7 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -
     values["gpus_per_node"] = config.num_processes // config.num_machines
     values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)
-    values |= RECIPES[recipe].fields | ({"seq_len": None} if options.longest else {})
+    values |= RECIPES[recipe].fields
     values |= {} if options.margin is None else {"margin": options.margin}
     with progress() as say:
         return recommend_config(

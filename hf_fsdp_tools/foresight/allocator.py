@@ -1,17 +1,12 @@
 """PyTorch's caching allocator for CUDA as a model: what a list of allocations takes from the GPU.
 
 The allocator rounds every request, cuts it out of segments that it asks the driver for, and gives a freed block to the
-same stream only. Near the limit it must give segments back and ask again, for which the GPU stands still.
-
-Source of all rules and constants: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.11
-to 2.14 (`round_size`, `get_pool`, `get_free_block`, `should_split`, `get_allocation_size`, `free_block`,
-`release_cached_blocks`). The address of a new segment is the driver's choice; here each lies above all earlier ones,
-which decides between free blocks of the same size only.
+same stream only: rules and constants of `CUDACachingAllocator.cpp` and `AllocatorConfig.h` of PyTorch 2.11 to 2.14. The
+address of a new segment, the driver's choice, lies above all earlier ones. No segment goes back to the driver.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free
 
@@ -22,10 +17,6 @@ _LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment for requests below `kMinL
 _LARGE = 10 * 2**20  # `kMinLargeAlloc`: requests from here on get a segment of their own size …
 _LARGE_UNIT = 2 * 2**20  # `kRoundLarge`: … rounded up to a multiple of this
 _RANGE = 2**50  # Addresses of an expandable segment
-
-
-class OutOfMemory(Exception):
-    """The device has no room for a block, also after all cached segments were given back."""
 
 
 class _Block:
@@ -57,11 +48,10 @@ class _Pool:
 class CachingAllocator:
     """One GPU's allocator. Counts bytes as `torch.cuda.memory_stats` does."""
 
-    def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False) -> None:
         self.allocated = 0  # Bytes of the blocks in use (`allocated_bytes.all.current`)
         self.reserved = 0  # Bytes of all segments (`reserved_bytes.all.current`)
-        self.retries: list[int] = []  # Segments that were given back each time that the device was full
-        self._limit, self._expandable = limit, expandable
+        self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._top = 0
 
@@ -78,7 +68,7 @@ class CachingAllocator:
             block = self._grown(pool, size)
         else:
             wanted = pool.page if size < _LARGE else -(-size // _LARGE_UNIT) * _LARGE_UNIT
-            self._reserve(wanted)
+            self.reserved += wanted
             self._top += wanted
             block = _Block(self._top - wanted, wanted, pool, None, None)
         if block.size - size >= pool.least_rest:
@@ -96,14 +86,19 @@ class CachingAllocator:
         """Free a block and join it with free neighbours."""
         self.allocated -= block.size
         block.in_use = False
-        pool, before, behind = block.pool, block.before, block.behind
-        if before is not None and not before.in_use:
-            pool.remove(before)
-            block = _joined(before, block)
-        if behind is not None and not behind.in_use:
-            pool.remove(behind)
-            block = _joined(block, behind)
-        pool.add(block)
+        for other in (block.behind, block.before):
+            if other is None or other.in_use:
+                continue
+            block.pool.remove(other)
+            low, high = (block, other) if other is block.behind else (other, block)
+            low.size += high.size
+            low.behind = high.behind
+            if high.behind is not None:
+                high.behind.before = low
+            if low.pool.last is high:
+                low.pool.last = low
+            block = low
+        block.pool.add(block)
 
     def _grown(self, pool: _Pool, size: int) -> _Block:
         """Map more pages at the end of the pool's only segment (`try_allocate_expandable_block`)."""
@@ -116,84 +111,28 @@ class CachingAllocator:
         else:
             pool.remove(block)
         missing = -(-(size - block.size) // pool.page) * pool.page
-        self._reserve(missing)
+        self.reserved += missing
         block.size += missing
         pool.last = block
         return block
 
-    def _reserve(self, num_bytes: int) -> None:
-        if self._limit is not None and self.reserved + num_bytes > self._limit:
-            count = 0  # of segments without a block in use, which go back to the driver
-            for pool in self._pools.values():
-                for *_, block in list(pool.free):
-                    if block.before is None and block.behind is None and not self._expandable:
-                        pool.remove(block)
-                        count += 1
-                        self.reserved -= block.size
-            self.retries.append(count)
-            if self.reserved + num_bytes > self._limit:
-                raise OutOfMemory(f"no room for {num_bytes} bytes")
-        self.reserved += num_bytes
 
-
-def _joined(low: _Block, high: _Block) -> _Block:
-    """A block that takes in the next."""
-    low.size += high.size
-    low.behind = high.behind
-    if high.behind is not None:
-        high.behind.before = low
-    if low.pool.last is high:
-        low.pool.last = low
-    return low
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """What the allocator did with a list of events."""
-
-    allocated: Sequence[int]  # Bytes in use after each event
-    peak_reserved: int  # Bytes taken from the driver at most
-    retried: tuple[tuple[int, int], ...]
-    """Where the device was full: index of the event, and how many cached segments were given back for it."""
-    out_of_memory_at: int | None
-    """Index of the event for which there was no room at all; the lists end there. None if all fitted."""
-
-    @property
-    def peak_allocated(self) -> int:
-        return max(self.allocated, default=0)
-
-
-def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool = False, again: int = 0) -> Replay:
+def replay(*lists: Iterable[Event], expandable: bool = False, again: int = 0) -> tuple[Sequence[int], int]:
     """Run lists of events through an allocator one after the other; the last list is what the result speaks of, which
-    runs up to `again` times more, until it takes nothing new from the driver.
-
-    A block may be freed in a later list than it was allocated in, such as that of the making of the model.
-    """
-    allocator = CachingAllocator(limit, expandable=expandable)
-    take, give_back, retries = allocator.take, allocator.give_back, allocator.retries
+    runs up to `again` times more, until it takes nothing new from the driver. Return the bytes in use after each of its
+    events, and the bytes taken from the driver. A block may be freed in a later list than it was allocated in."""
+    allocator = CachingAllocator(expandable=expandable)
+    take, give_back = allocator.take, allocator.give_back
     held: dict[int, _Block] = {}
     allocated: list[int] = []
-    retried: list[tuple[int, int]] = []
-    full_at, most = None, 0
     for number, events in enumerate((*lists, *lists[-1:] * again)):
-        before = most = allocator.reserved
-        allocated, retried = [], []
-        for at, event in enumerate(events):
-            if type(event) is Alloc:
-                try:
-                    if event.num_bytes:
-                        held[event.block] = take(event.num_bytes, event.stream)
-                except OutOfMemory:
-                    full_at = at
-                    break
-                if retries:
-                    retried.append((at, sum(retries)))
-                    retries.clear()
-                most = max(most, allocator.reserved)
+        before, allocated = allocator.reserved, []
+        for event in events:
+            if type(event) is Alloc and event.num_bytes:
+                held[event.block] = take(event.num_bytes, event.stream)
             elif type(event) is Free and (block := held.pop(event.block, None)) is not None:  # of no bytes
                 give_back(block)
             allocated.append(allocator.allocated)
-        is_settled = allocator.reserved == before and not retried
-        if full_at is not None or (number >= len(lists) - 1 and is_settled):
+        if number >= len(lists) - 1 and allocator.reserved == before:
             break
-    return Replay(allocated=allocated, peak_reserved=most, retried=tuple(retried), out_of_memory_at=full_at)
+    return allocated, allocator.reserved

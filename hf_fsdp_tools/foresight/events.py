@@ -1,12 +1,10 @@
-"""The events of a training step on one rank, in the order in which the host issues them.
-
-`Alloc` and `Free` are what a caching allocator sees, `Work` is what the streams of a GPU run. A dry run of the model
-gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
-"""
+"""The events of a training step on one rank, in the order in which the host issues them. A dry run of the model gives
+those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -14,31 +12,24 @@ import torch
 Stream = Literal[
     "compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "exchange", "activations"
 ]
-"""The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), the copies of CPU offload, what GPUs
-that share rows, layers or experts exchange, for which their computation waits, and the copies of blocks' inputs to the
-host and back."""
-
+"""The streams of FSDP2 (`FSDPCommContext` in torch), CPU offload, what GPUs that share rows, layers or experts
+exchange, for which their computation waits, and the copies of blocks' inputs to the host and back."""
 Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
-"""Ranks over which FSDP shards a weight, or an expert; ranks that hold the same shards; all; ranks that share rows
-(`cp_size`), layers (`tp_size`) or experts (`ep_size`)."""
-
+"""Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; that share rows (`cp_size`),
+layers (`tp_size`) or experts (`ep_size`)."""
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
-
 Kind = Literal[
     "parameters", "gradients", "optimizer", "gathered parameters", "gather buffers", "whole gradients",
     "reduce buffers", "activations", "logits and loss", "temporaries", "inputs",
 ]  # fmt: skip
-"""What memory is for. Parameters, gradients and optimizer are this rank's shards; whole gradients are those of a unit
-before they are reduced; temporaries do not outlive the module that made them."""
-
+"""What memory is for. Parameters, gradients and optimizer are this rank's shards; whole gradients are not yet reduced;
+temporaries do not outlive the module that made them."""
 Operation = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "host_to_device",
     "device_to_host",
 ]  # fmt: skip
-"""What bounds the duration: the matrix units, the attention kernels, the GPU's memory, the links between GPUs, or the
-link to the host."""
-
+"""What bounds the duration: matrix units, attention kernels, the GPU's memory, links between GPUs or to the host."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 COPIES = ("host_to_device", "device_to_host")
 
@@ -47,8 +38,7 @@ COPIES = ("host_to_device", "device_to_host")
 class Alloc:
     """Memory that is taken."""
 
-    block: int
-    """Number of the memory in this list of events; freed by the same number. One that is never freed outlives it."""
+    block: int  # Number of the memory in this list of events; one that is never freed outlives it
     num_bytes: int  # As requested, before an allocator rounds it
     kind: Kind
     unit: str  # The plan's unit in which it is taken: fqn of the unit's first module, "" for the root
@@ -71,8 +61,7 @@ class Work:
     operation: Operation
     flops: float  # Floating-point operations; a multiplication and an addition count two. 0 for copies and collectives
     num_bytes: float
-    """Bytes that it reads and writes in the GPU's memory; of a collective: the bytes of the whole tensor, gathered or
-    before it is reduced; of a copy to or from the host: the bytes that cross the link."""
+    """Bytes that it reads and writes; of a collective, of the whole tensor, gathered or before it is reduced."""
     unit: str
     phase: Phase
     stream: Stream = "compute"
@@ -81,8 +70,8 @@ class Work:
     ranks: int = 1  # How many take part in a collective
     axis: Axis = "shard"  # Which ranks take part in a collective
     model_flops: float = 0.0
-    """What it counts for in the usual count of a model's operations (PaLM, appendix B): attention in full also where it
-    is causal, its backward pass twice its forward pass, and nothing that is computed again."""
+    """By the usual count of a model's operations (PaLM, appendix B): attention in full also where it is causal, its
+    backward pass twice its forward pass, and nothing that is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +79,7 @@ class Mark:
     """A place where FSDP may act: a module's passes begin and end."""
 
     where: Literal["before_forward", "after_forward", "before_backward", "after_backward"]
-    """`before_backward`: the gradient of the output is there; `after_backward`: those of the inputs are (never, where
-    no input has one)."""
+    """The last two: the gradient of the output is there; those of the inputs are (never, where no input has one)."""
     module: str
     again: bool = False  # Whether this is a forward pass of activation checkpointing, inside the backward pass
 
@@ -112,22 +100,18 @@ class EventWriter:
     """A list of events that grows."""
 
     def __init__(self, first_block: int = 0) -> None:
-        self.events: list[Event] = []  # What was written
+        self.events: list[Event] = []
         self.phase: Phase = "forward"  # The part of the step that new work belongs to
         self.unit = ""  # The unit that new memory and work belong to
-        self._block = first_block
-
-    def new_block(self) -> int:
-        self._block += 1
-        return self._block
+        self.numbers = count(first_block + 1)  # Numbers of memory
 
     def alloc(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> Alloc:
         """Memory with a number of its own, which is not written."""
-        return Alloc(self.new_block(), num_bytes, kind, self.unit, stream)
+        return Alloc(next(self.numbers), num_bytes, kind, self.unit, stream)
 
     def take(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> int:
-        self.events.append(self.alloc(num_bytes, kind, stream))
-        return self._block
+        self.events.append(taken := self.alloc(num_bytes, kind, stream))
+        return taken.block
 
     def free(self, *blocks: int) -> None:
         self.events.extend(Free(block) for block in blocks)
@@ -164,14 +148,17 @@ class Parameter(TensorSize):
     matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
     packed_values: int | None = None  # How many values the elements of a part of a quantised weight hold
 
+    @property
+    def parameter(self) -> "Parameter":
+        """What a shard is part of, as `Shard.parameter`."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """One micro-step (forward, loss, backward) of a model without FSDP, with marks where FSDP acts."""
 
-    events: tuple[Event, ...]
-    """In the order of their issue. Memory of parameters and buffers is in none of them; whole gradients are taken and
-    never freed."""
+    events: tuple[Event, ...]  # Without memory of parameters and buffers; whole gradients are taken and never freed
     parameters: tuple[Parameter, ...]  # In the order of `named_parameters`
     buffer_bytes: int  # All buffers'; every rank holds them
     model_flops: float  # Forward and backward pass by the usual count (`Work.model_flops`)
@@ -181,8 +168,7 @@ class Trace:
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
 
     def grown(self, other: "Trace", by: int, step: int) -> "Trace | None":
-        """The trace `by` rows beyond this one, where the other is `step` rows beyond it: all sizes grow evenly. None
-        where their events differ in more than sizes."""
+        """The trace `by` rows beyond this one, where the other is `step`; None where more than sizes differ."""
 
         def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
             pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
@@ -214,8 +200,7 @@ class Trace:
 def states(
     events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
 ) -> Iterator[tuple[str, Mapping[str, int], Mapping[int, Alloc]]]:
-    """Yield, after each event in `kept`, the unit that computes, the bytes by kind and the memory in use by its number
-    (changed in place later)."""
+    """Yield, after each event in `kept`, the unit that computes, bytes by kind, memory in use by its number."""
     chosen, unit = set(kept), ""
     blocks = {alloc.block: alloc for alloc in resident}
     now: dict[str, int] = {}

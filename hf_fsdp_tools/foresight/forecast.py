@@ -16,8 +16,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.tracing.chunked_loss import TOKENS, predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.kernels import TOKENS, predicts_words
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
@@ -31,26 +31,21 @@ from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute
 
 Value = TypeVar("Value")
-
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
-
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
-
 _NOT_TRACED = (
     "num_gpus", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
     "offload", "expandable_segments",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
-
 _NOT_BUILT = (
     *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
     *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
-
-_MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process; the trace of a large model takes some tens of MB. (assumed)
+_MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large model take tens of MB. (assumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +73,9 @@ class Forecast:
 
 
 _Key: TypeAlias = tuple[object, ...]
-_models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
 _Begun: TypeAlias = tuple[nn.Module, WrapPlan, Any, int, dict[int, Trace]]
 """A model, its plan, its kind of loss, the bytes of frozen models, and the traces by number of rows."""
+_models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
 _traces: dict[_Key, _Begun] = {}
 
 
@@ -96,13 +91,11 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     def begun() -> _Begun:
         made = partial(build, name_or_model, setup, **model_kwargs)
         model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
-        return (
-            model,
-            plan,
-            setup.loss or ("chunked" if predicts_words(model) else "full"),
-            _frozen(setup, model_kwargs),
-            {},
-        )
+        loss = setup.loss or ("chunked" if predicts_words(model) else "full")
+        kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
+        plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
+        held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
+        return model, plan, loss, sum(each.nbytes for some in held for each in some), {}
 
     own = key(source, (*_NOT_TRACED, "batch_size", "rows_per_example"))
     model, plan, loss, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
@@ -158,18 +151,18 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         model = copy_on_meta(name_or_model)
     else:
         model = _built(name_or_model, setup, model_kwargs)
-    is_divided = max(setup.tp_size, setup.ep_size) > 1
     if not setup.dequantize and not packed_parameters(model):
         if is_own:
-            raise ConfigError(
-                "dequantize=False: this model has floats. Give the name of its checkpoint, or its config."
-            )
+            raise ConfigError("dequantize=False: this model has floats. Give its checkpoint's name, or its config.")
         pack(model, stored_forms(model))
         check_experts(model)
-    if is_divided:
+    if is_divided := max(setup.tp_size, setup.ep_size) > 1:
         mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:
-        _image_encoder(model).requires_grad_(False)
+        encoder: Any = getattr(base_of(model), "get_encoder", lambda **_: None)(modality="image")
+        if encoder is None or encoder is base_of(model):
+            raise ConfigError(f"{type(model).__name__} has no vision tower to freeze. Leave out freeze_vision_tower.")
+        encoder.requires_grad_(False)
     if setup.lora_r is not None and not is_adapted(model):
         targets = setup.lora_target_modules
         names = targets if isinstance(targets, str | None) else list(targets)
@@ -178,34 +171,15 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     config = getattr(base, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
     if limit is not None and setup.seq_len > limit:
-        raise ConfigError(
-            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}. Use {limit:,} or "
-            "less, or give a configuration with more positions."
-        )
+        fact = f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}."
+        raise ConfigError(f"{fact} Give fewer tokens, or a configuration with more positions.")
     plan = plan_with_adapters(base, setup.policy)
     if is_divided:
         cut_parts(model)
     if setup.wrapping != "hybrid":
-        params, num_bytes = (sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes"))
-        reason = "the whole model in one unit"
-        plan = replace(plan, units=(replace(plan.units[-1], num_params=params, num_bytes=num_bytes, reason=reason),))
+        sizes: Any = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}
+        plan = replace(plan, units=(replace(plan.units[-1], reason="the whole model in one unit", **sizes),))
     return base, plan
-
-
-def _frozen(setup: TrainingSetup, model_kwargs: dict[str, Any]) -> int:
-    """Bytes of the models that are held and not trained, whole."""
-    kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
-    plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
-    models = (_built(name, plain, kwargs) for name in setup.frozen_models)
-    return sum(parameter.nbytes for model in models for parameter in model.parameters())
-
-
-def _image_encoder(model: nn.Module) -> nn.Module:
-    find = getattr(base_of(model), "get_encoder", None)
-    encoder = find(modality="image") if find is not None else None
-    if not isinstance(encoder, nn.Module) or encoder is base_of(model):
-        raise ConfigError(f"{type(model).__name__} has no vision tower to freeze. Leave out freeze_vision_tower.")
-    return encoder
 
 
 def _built(source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]) -> Any:

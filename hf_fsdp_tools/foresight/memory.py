@@ -1,44 +1,31 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from hf_fsdp_tools.foresight.allocator import Replay, replay
+from hf_fsdp_tools.foresight.allocator import replay
 from hf_fsdp_tools.foresight.events import Alloc, Work, states
 from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.text import merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import grouped, merge_names, show_bytes, show_count
 
 _WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
 """MiB of cuBLAS' workspace by family of GPUs, of all others 8.125 (`parseChosenWorkspaceSize` in
 `CublasHandlePool.cpp`). The thread of the forward pass and autograd's have one each (counted on an H200)."""
-
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _MANY_SHARDS = 2048
-_OF_MANY_SHARDS = (
-    "each rank spends up to a minute in torch's fully_shard, which makes a chunk of each parameter for each rank "
-    "(22 to 51 s on 4,096 ranks); with replicas (dp_replicate_size, HSDP) it makes fewer."
-)
+_OF_MANY_SHARDS = "each rank spends up to a minute in torch's fully_shard; with replicas (dp_replicate_size, HSDP) less"
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
-_NCCL_CHANNELS = 24
-"""Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
-986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
-
+_NCCL_CHANNELS = 24  # In a ring on NVLink. (assumed: with the context the 1.06 GB of issue 1685 on 8 H100)
 _SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
-MARGIN = 0.1
-"""Part of a GPU's memory that a recommended setting leaves free: of 66 published peaks on real GPUs 62 stood within it
-above the estimate (`docs/foresight.md`)."""
-
-WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
-
-_SETTLED = 3
-"""Steps after the first until the allocator does the same in every step: segments that one step adds change which
-blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/foresight_memory.md`)"""
+MARGIN = 0.1  # Part that a recommended setting leaves free: 62 of 66 published peaks were so near above the estimate
+WASTED = 0.03  # Part that another setting of the allocator must save to be named. (assumed)
+_SETTLED = 3  # Steps after the first until the allocator does the same in every step. (2 or 3 were enough)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +50,7 @@ class MemoryEstimate(Report):
     outside: Mapping[str, int]  # Bytes that PyTorch's allocator does not know of: of the CUDA context and of NCCL
     peak_event: int  # Index of the event of the step after which the peak stands
     limit_bytes: int  # Memory of the GPU that the training may use
-    retried: tuple[tuple[int, int], ...]
-    """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
-    index of the event, number of segments; () where there is room."""
-    is_full: bool  # Whether the step ends with "out of memory" on this GPU
-    host_bytes: int = 0
-    """Host memory of one process: under CPU offload shards, gradients, optimizer state; offloaded inputs of blocks."""
+    host_bytes: int = 0  # On the host, for one process: shards, gradients, states under CPU offload; blocks' inputs
     notes: tuple[str, ...] = ()
     forecast: Forecast = field(repr=False, compare=False)
 
@@ -79,8 +61,8 @@ class MemoryEstimate(Report):
 
     @property
     def fits(self) -> bool:
-        """Whether the step runs on this GPU. Where memory is `retried`, slower than it could."""
-        return not self.is_full
+        """Whether what is in use at the peak has room on this GPU; slowly, where the allocator's cache has none."""
+        return self.peak_allocated + sum(self.outside.values()) <= self.limit_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -90,65 +72,57 @@ class MemoryEstimate(Report):
     @cached_property
     def peak_expandable(self) -> int:
         """`peak_reserved` with `PYTORCH_ALLOC_CONF=expandable_segments:True`, which wastes less of a large model."""
-        return _replayed(self.forecast.step, self.setup, expandable=True).peak_reserved
+        return _replayed(self.forecast.step, self.setup, expandable=True)[1]
 
     def largest(self, most: int = 10) -> list[tuple[int, int, str, str]]:
-        """What takes most at the peak, the largest first: bytes, number of equal tensors, unit or units, and what makes
-        them: the module inside of the unit and the operator, or the kind of memory."""
+        """What takes most at the peak, the largest first: bytes, number of equal tensors, units, what makes them."""
         step = self.forecast.step
-        groups: dict[tuple[object, ...], list[Alloc]] = {}
-        for alloc in next(states(step.events, step.resident, [self.peak_event]))[2].values():
-            key = (alloc.source or alloc.kind, re.sub(r"\d+", "#", alloc.unit), alloc.source and alloc.num_bytes)
-            groups.setdefault(key, []).append(alloc)
+        blocks = next(states(step.events, step.resident, [self.peak_event]))[2].values()
+        alike = (
+            (one.source or one.kind, re.sub(r"\d+", "#", one.unit), one.source and one.num_bytes) for one in blocks
+        )
         rows = []
-        for group in groups.values():
+        for (source, *_), group in grouped(zip(alike, blocks, strict=True)).items():
             units = merge_names(dict.fromkeys(alloc.unit for alloc in group if alloc.unit))
-            rows.append((sum(alloc.num_bytes for alloc in group), len(group), units, group[0].source or group[0].kind))
+            rows.append((sum(alloc.num_bytes for alloc in group), len(group), units, source))
         return sorted(rows, key=lambda row: -row[0])[:most]
 
     def __str__(self) -> str:
-        setup = self.setup
+        setup, limit, cached = self.setup, self.limit_bytes, self.peak_reserved - self.peak_allocated
         steps, shared = setup.gradient_accumulation_steps, setup.dims.ranks_per_row
         times, each = f" × {steps} micro-steps" * (steps > 1), f"{shared} GPUs" if shared > 1 else "GPU"
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
-        large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * self.limit_bytes] or kinds[:1]
-        cached = self.peak_reserved - self.peak_allocated
-        rows = [
-            *large,
-            ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large)),
-            ("allocated at the peak", self.peak_allocated),
-            ("cached by the allocator", cached),
-            *self.outside.items(),
-            ("in all", self.total),
-        ]
+        large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * limit] or kinds[:1]
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
             f"{setup.batch_size * setup.rows_per_example} × {setup.seq_len:,} tokens per {each}{times}; the peak "
             f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
         ]
-        for name, num_bytes in rows:  # share of the GPU's memory as a number and as a bar
-            share = num_bytes / self.limit_bytes
-            bar = "█" * min(30, round(30 * share)) if name in self.at_peak else ""
+        for name, num_bytes in (  # share of the GPU's memory as a number and as a bar
+            *large,
+            ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large)),
+            ("allocated at the peak", self.peak_allocated),
+            ("cached by the allocator", cached),
+            *self.outside.items(),
+            ("in all", self.total),
+        ):
+            bar = "█" * min(30, round(30 * num_bytes / limit)) if name in self.at_peak else ""
             head = "=" if name in ("allocated at the peak", "in all") else " "
-            lines.append(f"{head} {name:<23} {show_bytes(num_bytes):>9} {share:>6.1%} {bar}".rstrip())
-        lines.append(self._verdict())
-        wasted = WASTED * self.limit_bytes
-        if cached > wasted and (saved := self.peak_reserved - self.peak_expandable) > wasted:
+            lines.append(f"{head} {name:<23} {show_bytes(num_bytes):>9} {num_bytes / limit:>6.1%} {bar}".rstrip())
+        spare = show_bytes(abs(self.spare_bytes))
+        if not self.fits:
+            lines.append(f"does not fit: {spare} more than the GPU's {show_bytes(limit)}")
+        elif self.spare_bytes < 0:
+            lines.append(f"fits the GPU's {show_bytes(limit)} slowly: each step, the allocator gives {spare} back")
+        else:
+            is_barely = self.spare_bytes < MARGIN * limit
+            less = f", less than the {MARGIN:.0%} that `hf-fsdp config` leaves" * is_barely
+            lines.append(f"fits{' barely' * is_barely}: {spare} of the GPU's {show_bytes(limit)} are spare{less}")
+        if cached > WASTED * limit and (saved := self.peak_reserved - self.peak_expandable) > WASTED * limit:
             lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")
-        if self.host_bytes:
-            lines.append(f"host memory of each process: {show_bytes(self.host_bytes)}")
+        lines += [f"host memory of each process: {show_bytes(self.host_bytes)}"] * (self.host_bytes > 0)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _verdict(self) -> str:
-        limit, spare = f"the GPU's {show_bytes(self.limit_bytes)}", show_bytes(abs(self.spare_bytes))
-        if self.is_full:
-            return f"does not fit: {spare} more than {limit}"
-        if self.retried:
-            return f"fits {limit} slowly: each step, the allocator gives cached memory back {len(self.retried)} times"
-        if self.spare_bytes < MARGIN * self.limit_bytes:
-            return f"fits barely: {spare} of {limit} are spare, less than the {MARGIN:.0%} that `hf-fsdp config` leaves"
-        return f"fits: {spare} of {limit} are spare"
 
 
 def estimate_memory(
@@ -183,59 +157,46 @@ def estimate_memory(
     return memory_of(step_of(name_or_model, TrainingSetup.of(setup, **fields), **(model_kwargs or {})))
 
 
-def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEstimate:
-    """The memory of a forecast on a GPU of which it may use `limit_bytes`; None is all."""
+def memory_of(forecast: Forecast) -> MemoryEstimate:
+    """The memory of a forecast."""
     setup, step, trace = forecast.setup, forecast.step, forecast.trace
     gpu = gpu_named(setup.gpu)
-    limit_bytes, outside = gpu.memory_bytes if limit_bytes is None else limit_bytes, _outside(setup)
-    # the allocator has what CUDA and NCCL leave
-    used = tight = _replayed(step, setup, limit=limit_bytes - sum(outside.values()))
-    if is_full := tight.out_of_memory_at is not None:
-        used = _replayed(step, setup)
-    at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
+    sizes = [setup.num_gpus // setup.gpus_per_copy, setup.dp_shard_size, setup.cp_size, setup.tp_size, setup.ep_size]
+    groups = sum(size > 1 for size in (*sizes, setup.expert_shard_size * (setup.ep_size > 1)))
+    outside = {"CUDA context": _CONTEXT, "NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL}
+    outside = {name: num_bytes for name, num_bytes in outside.items() if num_bytes}
+    allocated, reserved = _replayed(step, setup)
+    at = max(range(len(allocated)), key=allocated.__getitem__)
     unit, held, _ = next(states(step.events, step.resident, [at]))
     coming = next((event.phase for event in step.events[at:] if isinstance(event, Work)), "optimizer")
     kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
-    kinds["rounding"] = used.peak_allocated - sum(kinds.values())
+    kinds["rounding"] = allocated[at] - sum(kinds.values())
     is_many = setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS
     return MemoryEstimate(
         model_class=forecast.plan.model_class,
         # of the plan where a rank has a part, of the trace where the plan counts bytes
         num_params=max(forecast.plan.num_params * setup.dequantize, trace.num_params),
         setup=setup,
-        peak_allocated=used.peak_allocated,
-        peak_reserved=used.peak_reserved,
+        peak_allocated=allocated[at],
+        peak_reserved=reserved,
         at_peak={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
         peak_phase=coming,
         peak_unit=unit,
         peak_event=at,
         outside=outside,
-        limit_bytes=limit_bytes,
-        retried=tight.retried,
-        is_full=is_full,
+        limit_bytes=gpu.memory_bytes,
         host_bytes=step.host_bytes,
         notes=(*trace.notes, *[_OF_MANY_SHARDS] * is_many),
         forecast=forecast,
     )
 
 
-def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
+def _replayed(step: Step, setup: TrainingSetup, *, expandable: bool = False) -> tuple[Sequence[int], int]:
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
-    workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
-    expandable = expandable or setup.expandable_segments
-    parameters = (*step.parameters, workspace)
-    return replay(parameters, step.first, step.events, limit=limit, expandable=expandable, again=_SETTLED - 1)
+    parameters = (*step.parameters, Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", ""))
+    is_expandable = expandable or setup.expandable_segments
+    return replay(parameters, step.first, step.events, expandable=is_expandable, again=_SETTLED - 1)
 
 
 def _workspace(gpu: Gpu) -> int:
     return int(2 * _WORKSPACES.get(gpu.family, 8.125) * 2**20)
-
-
-def _outside(setup: TrainingSetup) -> dict[str, int]:
-    """What the driver and NCCL take."""
-    is_replicated = setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
-    sizes = [setup.dp_shard_size, setup.cp_size, setup.tp_size, setup.ep_size]
-    sizes += [setup.expert_shard_size] if setup.ep_size > 1 else []
-    groups = is_replicated + sum(size > 1 for size in sizes)
-    nccl = {"NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL} if groups else {}
-    return {"CUDA context": _CONTEXT, **nccl}

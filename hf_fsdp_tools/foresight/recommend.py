@@ -1,33 +1,266 @@
-"""Recommend the settings of a training: the fastest that fit, what is next best, what would break them."""
+"""Recommend the settings of a training: the fastest that fit, what is next best, what would break them.
 
-from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+Few estimates are needed, since memory grows with the micro-batch, with copies of the model and where gathered
+parameters or whole gradients are kept, and no way of sharding makes a step shorter than what the GPU computes.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import ceil
+from operator import ge
 from os import PathLike, fspath
 from textwrap import wrap
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from torch import nn
-from transformers import PreTrainedConfig
-
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
-from hf_fsdp_tools.foresight.search import AGAIN, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import TrainingSetup, setting_words
 from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
-from hf_fsdp_tools.modeling.configs import max_positions
-from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import show_bytes
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # The variable with which segments of the allocator grow
-
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
-LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
 MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
+GAIN = 0.01  # Relative gain in speed below which settings count as equally fast: less memory wins. (assumed)
+TOKENS = 2**18
+"""Tokens of an optimizer step where none are asked for. (assumed; published fine-tunings take 65 K (Alpaca: 128 × 512)
+to 524 K (Tülu 3: 128 × 4,096))"""
+AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload"))
+DEGREES = ("ep_size", "cp_size", "tp_size")
+_SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
+SEARCHED = (
+    "batch_size", "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES, "load_in_4bit",
+    "dequantize", "master_dtype", "optimizer", "offload",
+)  # fmt: skip
+"""Fields of `TrainingSetup` that are chosen where they are not fixed."""
+LONG = 32_768  # Tokens per sequence from which rows are shared where that is faster. (assumed: attention takes most)
+_WAITING = 0.1  # Part of a step that GPUs wait, from which it is tried to share experts. (assumed)
+_MOST_LAYERS = 4  # One block of up to so many is checkpointed. (assumed)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one setting needs on each GPU."""
+
+    peak_bytes: int  # Memory of the GPU, with what CUDA and NCCL take
+    step_seconds: float
+    floor_seconds: float = 0.0  # What the GPU computes in it: no other sharding of the micro-batch takes less
+    host_bytes: int = 0  # Host memory of one process under offload
+    loss: Literal["full", "chunked", None] = None
+    is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings
+    notes: tuple[str, ...] = ()
+
+
+Evaluate = Callable[[TrainingSetup], Cost]  # Price a setting; called once per setting
+Priced = tuple[TrainingSetup, Cost]
+
+
+def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> dict[int, int]:
+    """Micro-batches in ascending order, and the accumulation steps that go with each."""
+    batch = setup.batch_size if "batch_size" in fixed else None
+    steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
+    if global_batch_size is None:
+        rows = max(1, TOKENS // (setup.seq_len * setup.rows_per_example)) / setup.rows_at_once
+        powers = [2**power for power in range(9) if steps or 2**power < 2 * rows] or [1]
+        return {each: steps or ceil(rows / each) for each in ([batch] if batch else powers)}
+    divisor = setup.rows_at_once * (batch or 1) * (steps or 1)
+    rest, over = divmod(global_batch_size, divisor)
+    if over or rest < 1 or (batch and steps and rest > 1):
+        factors = [setup.row_words, *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
+        near = [divisor] if batch and steps else sorted({max(rest, 1) * divisor, (rest + 1) * divisor})
+        fact = f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}"
+        raise ConfigError(f"{fact}; use {' or '.join(map(str, near))}")
+    if batch:
+        return {batch: steps or rest}
+    return {rest: steps} if steps else {size: rest // size for size in range(1, rest + 1) if rest % size == 0}
+
+
+@dataclass
+class Search:
+    """The prices of settings that are known so far, and the conclusions from them."""
+
+    setup: TrainingSetup  # Values of all that is fixed, and of what is not searched
+    fixed: frozenset[str]  # Those of `SEARCHED` that stay as in `setup`
+    evaluate: Evaluate
+    margin: float  # Part of the GPU's memory that stays free
+    global_batch_size: int | None = None
+    prices: dict[str, tuple[TrainingSetup, Cost | None]] = field(default_factory=dict)
+
+    def cost(self, setup: TrainingSetup) -> Cost | None:
+        """The price of a setting; None for one that the model cannot have."""
+        if (key := repr(setup)) not in self.prices:
+            try:
+                self.prices[key] = setup, self.evaluate(setup)
+            except ConfigError:
+                if not self.prices:
+                    raise
+                self.prices[key] = setup, None
+        return self.prices[key][1]
+
+    @property
+    def known(self) -> list[Priced]:
+        return [(setup, cost) for setup, cost in self.prices.values() if cost is not None]
+
+    @property
+    def fitting(self) -> list[Priced]:
+        return [each for each in self.known if self.has_room(*each)]
+
+    def limit(self, setup: TrainingSetup) -> int:
+        """Bytes of a GPU that may be used."""
+        return int(gpu_named(setup.gpu).memory_bytes * (1 - self.margin))
+
+    def has_room(self, setup: TrainingSetup, cost: Cost | None) -> bool:
+        return cost is not None and cost.peak_bytes <= self.limit(setup)
+
+    def best(self) -> Priced | None:
+        """The fastest setting that fits, or one with less memory that is about as fast (`GAIN`); None if none fits."""
+        fitting = self.fitting
+        most = max((rate(*each) for each in fitting), default=0.0)
+        near = [each for each in fitting if rate(*each) * (1 + GAIN) >= most]
+        return min(near, key=lambda each: (each[1].peak_bytes, -rate(*each)), default=None)
+
+    def run(self) -> Priced | None:
+        """Look at one way to make it fit after the other, from that which changes least, until one does."""
+        kinds = list(self._kinds())
+        for kind in kinds:
+            self.explore(kind)
+            if self.best() is None:
+                self.explore(kind, on_host=True)
+            for name in DEGREES:
+                self._share(name, kind)
+            if (best := self.best()) is not None:
+                self._explore_every(*best)
+                for value in self._values(kind, "reshard_after_forward"):  # saves copies, which no bound knows
+                    self.cost(replace((self.best() or best)[0], reshard_after_forward=value))
+                return self.best()
+        may_offload = "offload" not in self.fixed and self.setup.wrapping != "none"
+        for kind, on_host in product(kinds if may_offload else (), (False, True)):
+            if self.best() is None:
+                self.explore(replace(kind, offload=True), on_host=on_host)
+        return self.best()
+
+    def _kinds(self) -> Iterator[TrainingSetup]:
+        """Yield the training as it is asked for; then with weights, or optimizer, that take less."""
+        setup, is_bf16 = self.setup, self.setup.precision == "bf16"
+        yield setup
+        if setup.lora_r is not None:
+            if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
+                yield replace(setup, load_in_4bit=True)
+        elif setup.optimizer == "adamw" and is_bf16 and not self.fixed & {"master_dtype", "optimizer"}:
+            yield replace(setup, master_dtype="bf16", optimizer="adamw_8bit")
+
+    def explore(self, base: TrainingSetup, *, on_host: bool = False, again: tuple[bool, ...] = ()) -> bool:
+        """Price what may be fastest, but for what cannot fit or be faster; return whether the model can have such."""
+        steps_of = batches(base, self.fixed, self.global_batch_size)
+        ways = [self._values(base, name) for name in _SHARDING]
+        for stored, recomputes in product(self._values(base, "dequantize"), again or self._values(base, AGAIN)):
+            if on_host and (not recomputes or ON_HOST in self.fixed):
+                continue
+            more: dict[str, Any] = {"dequantize": stored, AGAIN: recomputes, EVERY: getattr(base, EVERY) ** recomputes}
+            more[ON_HOST] = (on_host or base.activation_checkpointing_offload) and recomputes
+            floors: dict[int, float] = {}  # Rates of computation alone by micro-batch
+            full: list[list[int]] = []  # Places of settings that do not fit: nor does what takes as much in every way
+            for *values, (batch, steps) in product(*ways, steps_of.items()):
+                chosen, place = dict(zip(_SHARDING, values, strict=True)), [*map(tuple.index, ways, values), batch]
+                is_late = not chosen["sync_each_batch"] and "sync_each_batch" not in self.fixed
+                if (is_late and steps == 1) or any(all(map(ge, place, each)) for each in full):
+                    continue
+                bounds = [floors[each] for each in sorted(floors) if each <= batch][-2:]
+                is_bound = batch in floors or (
+                    len(bounds) == 2 and bounds[1] < bounds[0] * (1 + GAIN)
+                )  # or grows no more
+                if is_bound and (best := self.best()) and bounds[-1] <= rate(*best) * (1 + GAIN):
+                    continue
+                try:
+                    one = replace(base, **more, **chosen, batch_size=batch, gradient_accumulation_steps=steps)
+                except FSDPToolsError:  # values that do not go together, such as copies and degrees
+                    continue
+                if (cost := self.cost(one)) is None:
+                    return bool(stored != base.dequantize)
+                if self.has_room(one, cost):
+                    floors[batch] = rate(one, replace(cost, step_seconds=cost.floor_seconds or 1e-9))
+                else:
+                    full.append(place)
+        return True
+
+    def _values(self, base: TrainingSetup, name: str) -> tuple[Any, ...]:
+        """The values of a field to choose from, that with the least memory first where it is one of `_SHARDING`."""
+        own = getattr(base, name)
+        if name in self.fixed:
+            return (own,)
+        if name == AGAIN:
+            return (False, True)
+        if name == "dequantize":
+            return (True, False) if own and base.lora_r is not None else (own,)
+        if name == "dp_replicate_size":
+            # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
+            node = min(base.gpus_per_node, base.num_gpus)
+            sizes = [4 * node, 2 * node, node, node // 2] if base.num_gpus > node else [node // 2, node // 4]
+            fit = (size for size in sizes if size > 1 and base.num_gpus > size and base.num_gpus % size == 0)
+            return (1, *(base.num_gpus // size for size in fit))
+        return (True, False) if base.num_gpus > 1 and base.wrapping != "none" else (own,)
+
+    def _explore_every(self, best: TrainingSetup, cost: Cost) -> None:
+        """Where all blocks recompute, try every n-th, n as large as memory seems to allow."""
+        if not best.activation_checkpointing or EVERY in self.fixed:
+            return
+        plain: dict[str, Any] = {AGAIN: False, EVERY: 1, ON_HOST: False}
+        none = None if AGAIN in self.fixed else self.cost(replace(best, **plain))
+        for every in range(_MOST_LAYERS, 1, -1):
+            if none and none.peak_bytes + (cost.peak_bytes - none.peak_bytes) / every > self.limit(best):
+                continue
+            one = replace(best, activation_checkpointing_every_n_layers=every)
+            if self.has_room(one, self.cost(one)):
+                return
+
+    def _share(self, name: str, kind: TrainingSetup) -> None:
+        """Share rows, layers or experts where nothing fits, rows are long, or GPUs wait: sizes are doubled until one is
+        not faster; `ep_size` beyond a machine at least, inside of which no traffic between machines is saved."""
+        if name in self.fixed or getattr(kind, name) > 1 or kind.wrapping == "none":
+            return
+        best, base = self.best(), kind
+        again: tuple[bool, ...] = ()
+        if best is not None:
+            base, again = best[0], (best[0].activation_checkpointing,)
+            is_waiting = best[1].floor_seconds < best[1].step_seconds * (1 - _WAITING)
+            if not {"ep_size": is_waiting, "cp_size": kind.seq_len >= LONG, "tp_size": False}[name]:
+                return
+        base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
+        most = base.num_gpus // base.dp_replicate_size if name == "ep_size" else min(base.gpus_per_node, base.num_gpus)
+        for size in (2**power for power in range(1, most.bit_length())):
+            before, degree = self.best(), {name: size}
+            try:
+                is_possible = self.explore(replace(base, **degree), again=again)
+            except FSDPToolsError:  # degrees that do not divide the GPUs, or the batch
+                return
+            after, is_last = self.best(), name != "ep_size" or size > base.gpus_per_node
+            if not is_possible or (after is not None and (before is None or (after == before and is_last))):
+                return
+
+    def fits(self, **changes: Any) -> bool:
+        """Whether the setting that takes the least memory fits, with other values of what is not searched."""
+        try:
+            setup = replace(self.setup, **changes)
+            values: dict[str, Any] = {"batch_size": min(batches(setup, self.fixed, None))}
+            values |= {name: self._values(setup, name)[0] for name in _SHARDING}
+            values[AGAIN] = recompute = self._values(setup, AGAIN)[-1]
+            on_host = {ON_HOST: recompute, "offload": setup.wrapping != "none"}
+            values |= {name: value for name, value in on_host.items() if name not in self.fixed}
+            one = replace(setup, **values)
+        except FSDPToolsError:  # values that contradict each other
+            return False
+        return self.has_room(one, self.cost(one))
+
+
+def rate(setup: TrainingSetup, cost: Cost) -> float:
+    """Sequences per second and GPU."""
+    sequences = setup.batch_size * setup.gradient_accumulation_steps / setup.dims.ranks_per_row
+    return sequences / cost.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +279,10 @@ class Recommendation(Report):
     cost: Cost
     gpu_bytes: int
     margin: float  # Part of `gpu_bytes` that stays free at least
-    expandable_bytes: int = 0
-    """`cost.peak_bytes` with PYTORCH_ALLOC_CONF=expandable_segments:True; 0 where that saves next to nothing."""
-    reasons: Mapping[str, str]
-    """Why each field that was searched has its value: the best of the settings with another, with its figures."""
+    expandable_bytes: int = 0  # `cost.peak_bytes` with `EXPANDABLE`; 0 where that saves next to nothing
     next_best: str  # The fastest that fits of those that do more than take another micro-batch, with its figures
     breaks: str  # What would not fit any more, or not be known
-    proposals: tuple[str, ...] = ()
-    """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded or compiled."""
+    proposals: tuple[str, ...] = ()  # Faster settings that fit, which change how numbers are rounded or compiled
 
     @property
     def global_batch_size(self) -> int:
@@ -67,16 +296,13 @@ class Recommendation(Report):
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens per second and GPU."""
         return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
 
     def __str__(self) -> str:
         setup, cost, rows = self.setup, self.cost, self.global_batch_size
-        batch = f"{setup.row_words} x {setup.batch_size} x {setup.gradient_accumulation_steps} steps, "
+        batch = f"{rows:,} = {setup.row_words} x {setup.batch_size} x {setup.gradient_accumulation_steps} steps, "
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
-        if self.tokens_per_step > MOST_TOKENS:
-            batch += f": above {MOST_TOKENS:,}, more than most trainings gain from"
-        values = [(field, _value(getattr(setup, field)), why) for field, why in self.reasons.items()]
+        batch += f": above {MOST_TOKENS:,}, more than most trainings gain from" * (self.tokens_per_step > MOST_TOKENS)
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
         loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
@@ -84,51 +310,25 @@ class Recommendation(Report):
         memory = f"{show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free (at least "
         on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_gpus)
         lines = [
+            ("chosen", setting_words({"batch_size": setup.batch_size} | _changes(setup, TrainingSetup()))),
+            ("next best", self.next_best),
+            ("breaks", self.breaks),
+            ("batch", batch),
             ("memory", f"{memory}{reserve} for what estimates cannot know)"),
             *[("", f"with {EXPANDABLE} {show_bytes(self.expandable_bytes)}")] * (self.expandable_bytes > 0),
             *[("on host", f"{show_bytes(on_host)} of memory per machine")] * (on_host > 0),
             ("speed", speed + (loop if cost.is_estimated else ", to compare settings alone")),
-            ("chosen", _words({"batch_size": setup.batch_size} | _changes(setup, TrainingSetup()))),
-            ("next best", self.next_best),
-            ("breaks", self.breaks),
             *(("" if at else "faster", each) for at, each in enumerate(self.proposals)),
             *(("note", note) for note in cost.notes),
         ]
-        return "\n".join(
-            [
-                f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
-                *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
-                "",
-                *(
-                    f"{title:<39} {value:>5}  {why}"
-                    for title, value, why in [*values, ("global batch", f"{rows:,}", batch)]
-                ),
-                "",
-                *(f"{title:<9} {text}" for title, text in lines),
-            ]
-        )
+        head = f"{self.model}, sequences of {setup.seq_len:,} tokens, on {setup.num_gpus} x {setup.gpu}"
+        assumed = wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10)
+        return "\n".join([head, *assumed, "", *(f"{title:<9} {text}" for title, text in lines)])
 
 
 def _percent(part: float) -> str:
     """0.123 as "12 %", 0.004 as "0.4 %"."""
     return f"{100 * part:.{1 if abs(part) < 0.0095 else 0}f} %"
-
-
-def _training_words(setup: TrainingSetup) -> str:
-    """What is trained how, without what is searched: "LoRA (r 16), sequences of 4,096 tokens"."""
-    kind = "full fine-tuning" if setup.lora_r is None else f"{'Q' * setup.load_in_4bit}LoRA (r {setup.lora_r})"
-    return f"{kind}, sequences of {setup.seq_len:,} tokens"
-
-
-def _value(value: Any) -> str:
-    return str({True: "yes", False: "no"}[value] if isinstance(value, bool) else value)
-
-
-def _words(changes: Mapping[str, Any]) -> str:
-    """Fields with their values: "without activation_checkpointing, batch_size 2"."""
-    ways = {True: "with {}", False: "without {}"}
-    texts = [(ways[value] if isinstance(value, bool) else f"{{}} {value}", name) for name, value in changes.items()]
-    return ", ".join(text.format(name) for text, name in texts)
 
 
 def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
@@ -147,32 +347,22 @@ def recommend_config(
     say: Callable[[str], None] = lambda text: None,
     **fixed: Any,
 ) -> Recommendation:
-    """The fastest setting of a training that fits on its GPUs, with the reason for each choice; no weights, no GPU.
+    """The fastest setting of a training that fits on its GPUs, and what is next best; no weights, no GPU.
 
         print(recommend_config("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", global_batch_size=64))
 
-    Searched are, unless they are fixed, `SEARCHED`: micro-batch and accumulation, activation checkpointing (of all
-    blocks or every n-th), `reshard_after_forward`, copies of the model (HSDP), `sync_each_batch`, GPUs that share rows
-    where these are long, or experts where GPUs wait for each other. Where nothing fits, one after the other: blocks'
-    inputs on the host, GPUs that share experts, rows or layers; a 4-bit base for LoRA, weights in bf16 with an AdamW of
-    8 bits for all parameters; CPU offload. LoRA or all parameters, precision and sequence length (unless it is None)
-    are never searched.
+    Searched are, unless they are fixed, the fields in `SEARCHED`; docs/foresight.md says in which order. LoRA or all
+    parameters, precision and sequence length are never searched. Arguments and errors are as of `estimate_memory`, and:
 
     Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
         setup: values of what is not searched; without it those of `TrainingSetup()`.
         global_batch_size: sequences per optimizer step over all GPUs; None takes as many as have about 2**18 tokens.
         margin: part of the GPU's memory that stays free (`MARGIN` says why).
-        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
         say: is told, before each estimate, what is estimated.
-        fixed: fields of `TrainingSetup` that stay as they are given here. `seq_len=None` looks for the longest sequence
-            that fits at any setting, up to the model's positions.
-
-    Any rank may call; nothing is communicated, and no accelerator is used.
+        fixed: fields of `TrainingSetup` that stay as they are given here.
 
     Raises:
         ConfigError: nothing fits (the message names the nearest that does), or a value cannot be.
-        CheckpointError, WrapPlanError: the model cannot be built or planned.
 
     Example:
         >>> print(recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4))
@@ -180,36 +370,20 @@ def recommend_config(
     """
     if not 0 <= margin < 1:
         raise ConfigError(f"margin is {margin}: it is the part of the memory that stays free; use 0.1 for 10 %")
-    kwargs, longest = dict(model_kwargs or {}), None
-    evaluate = _pricing(name_or_model, kwargs, margin)
-    if fixed.get("seq_len", 0) is None:
-        del fixed["seq_len"]
-        longest = _most_tokens(name_or_model, kwargs)
-
-    def priced(one: TrainingSetup) -> Cost:
-        say(f"estimating micro-batch {one.batch_size} of {one.seq_len:,} tokens")
-        return evaluate(one)
-
     setup = TrainingSetup.of(setup, **fixed)
-    gpu = gpu_named(setup.gpu)
-    search = Search(
-        setup=setup,
-        fixed=frozenset(fixed) & frozenset(SEARCHED),
-        evaluate=priced,
-        margin=margin,
-        global_batch_size=global_batch_size,
-    )
-    if longest is not None:  # of powers of two and the longest, where the leanest setting fits
-        lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
-        at = bisect(lengths[1:], False, key=lambda length: not search.fits(seq_len=length))
-        search = replace(search, setup=replace(setup, seq_len=lengths[at]), prices={})
-    found, model = search.run(), _model_name(name_or_model)
-    if found is None:
-        raise ConfigError(_nothing_fits(model, search))
-    best, cost = found
-    reasons, grown = _reasons(search, best, cost), 0
+    gpu, model = gpu_named(setup.gpu), _model_name(name_or_model)
+    evaluate, searched = _pricing(name_or_model, model_kwargs or {}, say), frozenset(fixed) & frozenset(SEARCHED)
+    search = Search(setup, searched, evaluate, margin, global_batch_size)
+    if (found := search.run()) is None:
+        least, cures = min(cost.peak_bytes for _, cost in search.known), "; ".join(_cures(search))
+        raise ConfigError(
+            f"{model}, sequences of {setup.seq_len:,} tokens, fits on {setup.num_gpus} x {setup.gpu} at no setting: it "
+            f"takes {show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
+            f"({_percent(margin)} stays free). " + (f"What fits: {cures}." if cures else "Take a smaller model.")
+        )
+    (best, cost), grown = found, 0
     if not (gpu.family.startswith("mi") or best.expandable_segments):  # AMD's have none
-        grown = search.evaluate(replace(best, expandable_segments=True)).peak_bytes
+        grown = evaluate(replace(best, expandable_segments=True)).peak_bytes
     return Recommendation(
         model=model,
         setup=replace(best, loss=cost.loss or best.loss),
@@ -217,19 +391,18 @@ def recommend_config(
         gpu_bytes=gpu.memory_bytes,
         margin=margin,
         expandable_bytes=grown if grown and cost.peak_bytes - grown > WASTED * gpu.memory_bytes else 0,
-        reasons=reasons,
         next_best=_next_best(search, best, cost),
         breaks=_breaks(search, best),
         proposals=tuple(_proposals(search, best, cost)),
     )
 
 
-def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: float) -> Evaluate:
-    """A function that prices a setting, in an allocator that has what the margin leaves of a GPU."""
+def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], say: Callable[[str], object] = str) -> Evaluate:
+    """A function that prices a setting."""
 
     def priced(setup: TrainingSetup) -> Cost:
-        usable = int(gpu_named(setup.gpu).memory_bytes * (1 - margin))
-        memory = memory_of(step_of(name_or_model, setup, **model_kwargs), limit_bytes=usable)
+        say(f"estimating micro-batch {setup.batch_size} of {setup.seq_len:,} tokens")
+        memory = memory_of(step_of(name_or_model, setup, **model_kwargs))
         time = throughput_of(memory)
         return Cost(
             peak_bytes=memory.total,
@@ -252,66 +425,25 @@ def _model_name(name_or_model: Source) -> str:
     return name if path is None else (path.parent if path.is_file() else path).resolve().name
 
 
-def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
-    if isinstance(name_or_model, nn.Module):
-        config = getattr(name_or_model, "config", None)
-    else:
-        config = load_config(name_or_model, **{key: model_kwargs[key] for key in model_kwargs if key != "auto_class"})
-    return (max_positions(config) if isinstance(config, PreTrainedConfig) else None) or LONGEST
-
-
-def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, str]:
-    """What another value of each field would have meant: the fastest priced setting with one that fits, or, where none
-    does, the one that takes least."""
-    reasons: dict[str, str] = {}
-    for field in SEARCHED:
-        own = getattr(best, field)
-        if field in search.fixed or field == "gradient_accumulation_steps":
-            is_said = field in search.fixed and own != getattr(TrainingSetup, field)
-            reasons |= {field: "as given"} if is_said else {}
-            continue
-        if field in ("reshard_after_forward", "offload") and search.setup.wrapping != "none" and best.num_gpus > 1:
-            other: dict[str, Any] = {field: not own}
-            search.cost(replace(best, **other))
-        alone = field == "batch_size"  # which goes with all else
-        others = [(one, price) for one, price in search.known if getattr(one, field) != own]
-        if others := [each for each in others if not alone or _changes(each[0], best).keys() == {field}]:
-            changes, figures = _compared(search, best, cost, others)
-            value = _value(changes.pop(field))
-            reasons[field] = f"{value}: {figures}" + (f" ({_words(changes)})" if changes else "")
-    return reasons
-
-
-def _compared(search: Search, best: TrainingSetup, cost: Cost, some: list[Priced]) -> tuple[dict[str, Any], str]:
-    """The fastest that fits of some settings, or the one that takes least: what it changes, and its figures."""
-    fitting = [each for each in some if search.has_room(*each)]
-    one, price = max(fitting, key=lambda each: rate(*each)) if fitting else min(some, key=lambda e: e[1].peak_bytes)
-    size = show_bytes(price.peak_bytes)
-    if not fitting:
-        over = price.peak_bytes / gpu_named(best.gpu).memory_bytes - 1
-        return _changes(one, best), f"{size}, " + (f"+{_percent(over)}" if over > 0 else "less free than the margin")
-    gain = rate(one, price) / rate(best, cost) - 1
-    speed = "as fast" if abs(gain) <= 0.0005 else f"{_percent(abs(gain))} {'faster' if gain > 0 else 'slower'}"
-    return _changes(one, best), f"fits, {'but ' * (gain < -GAIN)}{speed}, takes {size}"
-
-
 def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
     others = [each for each in search.fitting if _changes(each[0], best).keys() - {"batch_size"}]
     if not others:
         return "only other micro-batches fit" if len(search.fitting) > 1 else "nothing else fits"
-    changes, figures = _compared(search, best, cost, others)
-    return f"{_words(changes)}: {figures}"
+    one, price = max(others, key=lambda each: rate(*each))
+    gain = rate(one, price) / rate(best, cost) - 1
+    speed = "as fast" if abs(gain) <= 0.0005 else f"{_percent(abs(gain))} {'faster' if gain > 0 else 'slower'}"
+    return f"{setting_words(_changes(one, best))}: fits, {speed}, takes {show_bytes(price.peak_bytes)}"
 
 
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    for field in ("seq_len", "batch_size"):
-        changes = {field: 2 * getattr(best, field)}
-        price = None if field in search.fixed else search.cost(one := replace(best, **changes))
+    for name in ("seq_len", *["batch_size"] * ("batch_size" not in search.fixed)):
+        changes = {name: 2 * getattr(best, name)}
+        price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
-            parts.append(f"{_words(changes)} ({show_bytes(price.peak_bytes)})")
+            parts.append(f"{setting_words(changes)} ({show_bytes(price.peak_bytes)})")
     return " or ".join(parts) or "no rows twice as long, nor twice the batch size"
 
 
@@ -319,38 +451,16 @@ def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     # What a compiler makes of the rules that dequantise weights is not known.
     changes: dict[str, Any] = {"compile": best.dequantize or best.compile, "reduce_dtype": best.precision}
-    for field, value in changes.items():
-        if value == getattr(best, field):
-            continue
-        price = search.cost(one := replace(best, **{field: value}))
-        if (
-            price is not None
-            and search.has_room(one, price)
-            and (gain := rate(one, price) / rate(best, cost) - 1) > GAIN
-        ):
-            yield f"{_words({field: value})}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
+    for name, value in changes.items():
+        price = search.cost(one := replace(best, **{name: value}))
+        gain = 0.0 if price is None else rate(one, price) / rate(best, cost) - 1
+        if price is not None and gain > GAIN and search.has_room(one, price):
+            yield f"{setting_words({name: value})}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
 
 
-# ---- where nothing fits ----
-
-
-def _nothing_fits(model: str, search: Search) -> str:
-    """Why nothing fits, and what does."""
-    setup, least = search.setup, min(cost.peak_bytes for _, cost in search.known)
-    fitting = "; ".join(_cures(search))
-    return (
-        f"{model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
-        f"{show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
-        f"({_percent(search.margin)} stays free). " + (f"What fits: {fitting}." if fitting else "Take a smaller model.")
-    )
-
-
-def what_fits(
-    name_or_model: Source, setup: TrainingSetup, *, model_kwargs: Mapping[str, Any] | None = None
-) -> list[str]:
+def what_fits(name_or_model: Source, setup: TrainingSetup, model_kwargs: Mapping[str, Any]) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
-    evaluate = _pricing(name_or_model, model_kwargs or {}, 0.0)
-    search = Search(setup=setup, fixed=frozenset(SEARCHED), evaluate=evaluate, margin=0.0)
+    search = Search(setup, frozenset(SEARCHED), _pricing(name_or_model, model_kwargs), margin=0.0)
     search.cost(setup)
     return list(_cures(search))
 
@@ -373,10 +483,8 @@ def _cures(search: Search) -> Iterator[str]:
         [{"gpu": name} for _, name in sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values())],
     ]
     for kind in kinds:
-        for changes in kind:
-            changes = {name: value for name, value in changes.items() if getattr(setup, name) != value}
-            if changes and search.fits(**changes):
-                yield _words(changes)
-                if kind is kinds[0]:  # what was asked for is all that is in the way
-                    return
-                break
+        ways = ({name: value for name, value in each.items() if getattr(setup, name) != value} for each in kind)
+        if found := next((changes for changes in ways if changes and search.fits(**changes)), None):
+            yield setting_words(found)
+            if kind is kinds[0]:  # what was asked for is all that is in the way
+                return

@@ -1,6 +1,7 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -10,10 +11,24 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
-from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute, ordinal
+from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
+_ALWAYS_SAID = (
+    "precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
+    "attn_implementation",
+)  # fmt: skip
+_SAID_APART = ("num_gpus", "gpu", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps", "policy")
+
+
+def setting_words(values: Mapping[str, Any]) -> str:
+    """Fields with their values: "without activation_checkpointing, batch_size 2"."""
+    texts = []
+    for name, value in values.items():
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        texts.append(f"with{'' if value else 'out'} {name}" if isinstance(value, bool) else f"{name} {shown}")
+    return ", ".join(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,74 +44,55 @@ class TrainingSetup:
         >>> setup = TrainingSetup(num_gpus=8, gpu="a100-80gb", seq_len=32, activation_checkpointing=True)
         >>> estimate_memory("checkpoint", setup).fits
         True
-        >>> setup.words
-        'all parameters, adamw on fp32, computed in bf16, reduced in fp32, with activation checkpointing, ...'
     """
 
     num_gpus: int = 1  #: Processes over all machines, one per GPU
     gpu: str | Gpu = "h100-80gb"  #: Name in the table of GPUs (`hardware`), or a `Gpu` of one's own
     gpus_per_node: int = 8  #: GPUs that share a machine and its fast links
-    network_gbit_s: float | None = None
-    """Gbit/s of all network cards of one machine together; None takes the usual one for the GPU."""
+    network_gbit_s: float | None = None  #: All cards of a machine together; None takes the GPU's usual one
     link_gb_s: float | None = None
-    """GB/s between the GPUs of a machine, the bus bandwidth of nccl-tests' `all_gather_perf`; None takes the usual one
-    for the GPU, which PCIe with few or shared lanes does not reach."""
+    """GB/s between the GPUs of a machine, as nccl-tests' `all_gather_perf` has them; None takes the GPU's usual ones,
+    which PCIe with few or shared lanes does not reach."""
     dp_replicate_size: int = 1  #: Copies of the sharded model (HSDP)
     cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
     tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
-    batch_size: int = 1
-    """Sequences per GPU, or group of GPUs that share rows (`cp_size`, `tp_size`), and micro-step
-    (`per_device_train_batch_size`)."""
+    batch_size: int = 1  #: Sequences per micro-step and GPU, or group of GPUs that share rows (`cp_size`, `tp_size`)
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
     seq_len: int = 4096  #: Tokens per sequence
-    images: int | None = None
-    """Images per sequence, of a model that takes some; 0 is text alone, None is one where the sequence has room."""
+    images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
     image_size: tuple[int, int] | None = None
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
-    sync_each_batch: bool = True
-    """Reduce the gradients of every micro-step, as this package does unless told otherwise; False keeps them whole on
-    each GPU and reduces them once (`gradient_accumulation_kwargs` of the Trainer's `accelerator_config`)."""
+    sync_each_batch: bool = True  #: False keeps gradients whole on each GPU and reduces them after the last micro-step
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"  #: Dtype of computation and of gathered parameters
     master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype of the shards that the optimizer updates
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype in which gradients are reduced
-    optimizer: str = "adamw"
-    """`adamw` (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon` (this package's), `sgd`, `sgd_momentum`."""
+    optimizer: str = "adamw"  #: (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon`, `sgd`, `sgd_momentum`
     max_grad_norm: float | None = 1.0  #: Whether gradients are clipped, which takes memory and time
     lora_r: int | None = None  #: Rank of LoRA adapters; None trains all parameters
-    lora_target_modules: str | tuple[str, ...] | None = "all-linear"
-    """As in PEFT's `LoraConfig.target_modules`; None takes PEFT's own for the model."""
-    lora_dropout: float = 0.0
-    """As in PEFT's `LoraConfig`. Above 0, each adapted layer keeps an input of its own and a mask (TRL's default is
-    0.05)."""
+    lora_target_modules: str | tuple[str, ...] | None = "all-linear"  #: None takes PEFT's own for the model
+    lora_dropout: float = 0.0  #: Above 0, each adapted layer keeps an input of its own and a mask (TRL's default: 0.05)
     freeze_vision_tower: bool = False  #: The image encoder is not trained; what leads from it to the text is
     load_in_4bit: bool = False  #: NF4 base (QLoRA)
-    dequantize: bool = True
-    """False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, MXFP4, int4, …), as in
-    `from_pretrained`."""
+    dequantize: bool = True  #: False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, …)
     frozen_models: tuple[str, ...] = ()
     """Hub names or folders of models that are held beside this one in shards of `precision` and not trained: a
     reference (the same name once more), a teacher. Their forward passes are not timed."""
     activation_checkpointing: bool = False  #: Recompute each block's activations in the backward pass
-    activation_checkpointing_every_n_layers: int = 1
-    """The first of every so many blocks recomputes, the others keep their activations."""
+    activation_checkpointing_every_n_layers: int = 1  #: The first of so many blocks recomputes, the others do not
     activation_checkpointing_offload: bool = False  #: Keep the inputs of blocks that recompute in host memory
-    activation_checkpointing_save_ops: tuple[str, ...] = ()
-    """Operators whose results these blocks keep: "matmul", "attention", or torch's names."""
+    activation_checkpointing_save_ops: tuple[str, ...] = ()  #: "matmul", "attention", or torch's names are not repeated
     reshard_after_forward: bool = True  #: False keeps gathered parameters until the backward pass
-    wrapping: Literal["hybrid", "root", "none"] = "hybrid"
-    """`root`: one unit for the whole model; `none`: no FSDP, every rank holds all (DDP)."""
+    wrapping: Literal["hybrid", "root", "none"] = "hybrid"  #: root: one unit; none: every rank holds all (DDP)
     policy: HybridPolicy = field(default_factory=HybridPolicy)
     offload: bool = False  #: Keep shards, gradients and optimizer state in host memory
     expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow
     compile: bool = False  #: `torch.compile` per block
     loss: Literal["full", "chunked", None] = None
-    """`chunked`: logits are made and freed in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as
-    transformers' `Trainer` and a loop of one's own do. None takes `chunked` where a decoder predicts the next word, and
-    `full` for every other model."""
+    """`chunked`: logits are made in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as by
+    transformers' `Trainer`. None takes `chunked` where a decoder predicts the next word, else `full`."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """transformers' name of the attention kernels."""
 
     @classmethod
     def of(cls, setup: "TrainingSetup | None" = None, /, **values: Any) -> "TrainingSetup":
@@ -141,34 +137,15 @@ class TrainingSetup:
 
     @property
     def words(self) -> str:
-        """What the training is in one sentence, with all that an estimate assumes: optimizer, dtypes, loss, kernels."""
-        targets = self.lora_target_modules
-        targets = targets if isinstance(targets, str) else " ".join(targets or ["PEFT's own targets"])
-        trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
-        trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
-        trained += " of a base that stays quantised" * (not self.dequantize)
-        trained += f" with dropout {self.lora_dropout:g}" * (self.lora_r is not None and self.lora_dropout > 0)
-        is_reduced_late = self.gradient_accumulation_steps > 1 and not self.sync_each_batch
-        again, every = self.activation_checkpointing, self.activation_checkpointing_every_n_layers
-        ops = " and ".join(self.activation_checkpointing_save_ops)
-        parts = [
-            trained + " but the vision tower" * self.freeze_vision_tower,
-            f"{self.rows_per_example} rows per example" * (self.rows_per_example > 1),
-            *(f"beside {name}, frozen" for name in self.frozen_models),
-            f"{self.dims}" * (max(self.tp_size, self.cp_size, self.ep_size) > 1),
-            f"{self.optimizer} on {self.master_dtype}",
-            f"computed in {self.precision}",
-            f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
-            {None: "", "chunked": "chunked loss", "full": "whole logits"}[self.loss],
-            "CPU offload" * self.offload,
-            f"{'with' if again else 'no'} activation checkpointing" + f" of every {ordinal(every)} block" * (every > 1),
-            f"results of {ops} kept" * bool(ops),
-            "blocks' inputs on the host" * self.activation_checkpointing_offload,
-            f"{self.attn_implementation} attention",
-            "compiled blocks" if self.compile else "not compiled",
-            "segments that grow" * self.expandable_segments,
-        ]
-        return ", ".join(filter(None, parts))
+        """All that an estimate assumes: optimizer, dtypes, loss, kernels, and what is not as by default."""
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return setting_words(
+            {
+                name: value
+                for name, (value, default) in values.items()
+                if value is not None and (name in _ALWAYS_SAID or (name not in _SAID_APART and value != default))
+            }
+        )
 
     @property
     def _of_recompute(self) -> dict[str, Any]:

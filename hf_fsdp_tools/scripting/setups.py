@@ -141,7 +141,7 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
 
 
 def _optimizer(optim: Any, arguments: str | None) -> str:
-    from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
+    from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS
 
     word = str(getattr(optim, "value", optim))
     if word == "sgd" and "momentum" in (arguments or ""):
@@ -158,7 +158,7 @@ def _frozen(recipe: str, adapts: bool, get: Callable[[str], Any]) -> tuple[str, 
 
 def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
     """Options with which a recipe trains a setup, in TRL's and the Trainer's words; for `setup_of` the way back."""
-    from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
+    from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS
 
     own, steps, adapts = RECIPES[recipe], setup.gradient_accumulation_steps, setup.lora_r is not None
     optim, *optim_args = OPTIMIZERS.get(setup.optimizer, (setup.optimizer,))[0].split(" --optim_args ")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_tools.foresight.allocator import CachingAllocator, OutOfMemory, replay
+from hf_fsdp_tools.foresight.allocator import CachingAllocator, replay
 from hf_fsdp_tools.foresight.events import Alloc, Free
 
 MIB = 2**20
@@ -57,36 +57,16 @@ def test_a_freed_block_serves_its_own_stream_only():
     assert allocator.reserved == 40 * MIB
 
 
-def test_a_full_device_gets_cached_segments_back():
-    events = [Alloc(number, 20 * MIB, "activations", "") for number in range(3)]
-    events += [Free(0), Free(1), Alloc(3, 40 * MIB, "activations", "")]
-    done = replay(events, limit=60 * MIB)
-    assert done.retried == ((5, 2),) and done.out_of_memory_at is None
-    assert done.peak_reserved == 60 * MIB
-    assert replay(events).retried == () and replay(events).peak_reserved == 100 * MIB
-    full = replay(events, limit=50 * MIB)
-    assert (full.out_of_memory_at, full.peak_allocated) == (2, 40 * MIB)
-    # a segment with a block in use stays
-    allocator = CachingAllocator(limit=40 * MIB)
-    allocator.take(12 * MIB)
-    half = allocator.take(20 * MIB)
-    allocator.give_back(half)
-    allocator.take(5 * MIB)  # lies in the segment of 20 MiB, so that this cannot be given back
-    with pytest.raises(OutOfMemory):
-        allocator.take(30 * MIB)
-
-
 def test_expandable_segments_grow_where_others_would_be_added():
     def events():
         for number in range(10):  # each block is longer than all that was freed
             yield Alloc(number, (20 + 4 * number) * MIB, "activations", "")
             yield Free(number)
 
-    assert replay(events()).peak_reserved == sum(20 + 4 * number for number in range(10)) * MIB
-    assert replay(events(), expandable=True).peak_reserved == 60 * MIB
+    assert replay(events())[1] == sum(20 + 4 * number for number in range(10)) * MIB
+    assert replay(events(), expandable=True)[1] == 60 * MIB
 
 
 def test_blocks_of_an_earlier_part_can_be_freed_in_a_later_one():
     done = replay([Alloc(1, MIB, "parameters", "")], [Free(1), Alloc(2, 0, "activations", ""), Free(2)])
-    assert done.allocated == [0, 0, 0]
-    assert done.peak_reserved == 2 * MIB
+    assert done == ([0, 0, 0], 2 * MIB)

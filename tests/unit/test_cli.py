@@ -183,7 +183,6 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
         ("estimate {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
         ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --num-processes 8 --longest --max-length 512", "leave one of them out"),
         ("config --gpu h100-80gb", "say with --num-processes"),
         ("config --slurm", "name that with --output"),
         ("config --num-processes 3 --num-machines 2", "num_processes 3 counts all machines and is not a multiple"),

@@ -65,12 +65,10 @@ def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
 ) -> None:
     outside = estimate.total - estimate.peak_reserved
     exact = sized(config, monkeypatch, estimate.total)
-    assert exact.fits and not exact.retried and exact.spare_bytes == 0
+    assert exact.fits and exact.spare_bytes == 0
     assert "fits barely: 0 B of the GPU" in str(exact)
     tight = sized(config, monkeypatch, estimate.total - 24 * 2**20)
-    assert tight.fits and tight.retried
-    assert tight.peak_reserved <= estimate.peak_reserved - 24 * 2**20
-    assert f"gives cached memory back {len(tight.retried)} times" in str(tight)
+    assert tight.fits and "slowly: each step, the allocator gives 25.2 MB back" in str(tight)
     full = sized(config, monkeypatch, outside + estimate.peak_allocated - 2**20)
     assert not full.fits and full.spare_bytes < 0
     assert "does not fit" in str(full)

@@ -24,8 +24,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.foresight.events import Alloc, EventWriter, Gradient, Mark, Parameter, TensorSize, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
-from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
-from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
+from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS, Step, compose, optimizer_step
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder

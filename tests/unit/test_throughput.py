@@ -65,18 +65,6 @@ def test_many_micro_steps_are_like_the_second(fields: dict[str, object]) -> None
     assert result.hardware_flops == result.model_flops == 5 * trace.model_flops
 
 
-def test_a_full_allocator_stops_the_gpu() -> None:
-    memory = memory_of(forecast())
-    assert not memory.retried
-    free = throughput_of(memory)
-    full = throughput_of(dataclasses.replace(memory, retried=((1000, 50), (2000, 50))))
-    assert full.parts["allocator"] == pytest.approx(0.2)
-    assert full.step_seconds > free.step_seconds + 0.2
-    assert full.notes == ("the memory is full 2 times in a step, for which the GPU stands still",)
-    none = throughput_of(dataclasses.replace(memory, is_full=True, retried=((1000, 50),)))
-    assert none.step_seconds == free.step_seconds and "does not fit" in str(none)
-
-
 # ---- as published ----
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_fit.md"

@@ -19,7 +19,7 @@ from hf_fsdp_tools.foresight import forecast
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing import chunked_loss, dry_run
+from hf_fsdp_tools.foresight.tracing import dry_run, kernels
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.kernels import notes_of
 
@@ -196,7 +196,7 @@ def test_memory_and_products_are_those_of_a_real_step(kind):
 def test_what_is_computed_again_counts_in_no_model_flops(monkeypatch):
     """Also inside autograd functions, which see no gradients: 4-bit layers, and a loss in pieces, whose logits are made
     twice; of several pieces one stands for all."""
-    monkeypatch.setattr(chunked_loss, "TOKENS", 8)
+    monkeypatch.setattr(kernels, "TOKENS", 8)
     full, pieces = (traced.__wrapped__("llama", loss=loss) for loss in ("full", "chunked"))
     assert pieces.model_flops == pytest.approx(full.model_flops, rel=0.02)
     assert [work for work in pieces.events if isinstance(work, Work) and work.again and not work.model_flops]

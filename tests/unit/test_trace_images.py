@@ -11,7 +11,7 @@ from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.images import NoImagesError, batch_of, images_of, known_values
+from hf_fsdp_tools.foresight.tracing.images import NoImagesError, Values, batch_of, images_of
 
 PLAIN = {"precision": "fp32", "wrapping": "root", "attn_implementation": "eager", "seq_len": 32, "image_size": (56, 84)}
 
@@ -33,7 +33,6 @@ def traced(name: str, **fields) -> Trace:
     [
         ("VLM, Qwen2.5-VL", 6, {}),
         pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
-        pytest.param("VLM, Idefics 3", 52, {"seq_len": 64}, marks=pytest.mark.nightly),
     ],
 )
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
@@ -83,8 +82,8 @@ def test_images_that_cannot_be_followed_are_left_out_and_the_note_says_where(mon
 
 
 def test_values_follow_from_the_batch_until_something_unknown_is_written():
-    with FakeTensorMode(allow_non_fake_inputs=True), known_values() as values:
-        ids = values.as_fake(torch.tensor([[5, 9, 9, 5]]))
+    with FakeTensorMode(allow_non_fake_inputs=True), Values():
+        ids = torch.tensor([[5, 9, 9, 5]])
         hidden = torch.empty(1, 4, 8)
         mask = ids == 9
         assert mask.sum().item() == 2 and mask.nonzero().tolist() == [[0, 1], [0, 2]]
@@ -93,7 +92,7 @@ def test_values_follow_from_the_batch_until_something_unknown_is_written():
         row = ids[0]
         row[1:] += 1
         assert ids.tolist() == [[5, 10, 10, 6]]
-        row[:1] = hidden.argmax().reshape(1)
-        assert values.of(ids) is None
         with pytest.raises(DataDependentOutputException):
-            ids.sum().item()
+            row[:1] = hidden.argmax().reshape(1)
+        with pytest.raises(DataDependentOutputException):
+            hidden.sum().item()

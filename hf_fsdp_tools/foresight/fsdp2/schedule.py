@@ -1,7 +1,5 @@
-"""How FSDP2 splits parameters, and what it does at each module's passes: gathers, copies, frees, reductions.
-
-The order of memory is that of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13.
-"""
+"""How FSDP2 splits parameters, and what it does at each module's passes: gathers, copies, frees, reductions, in the
+order of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,8 +35,7 @@ class Shard(TensorSize):
 def split_parameters(
     parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup
 ) -> list[tuple[WrapUnit, tuple[Shard, ...]]]:
-    """The units of a plan, the root first and then in the order of their modules, with their shards in the order in
-    which FSDP2 gathers them."""
+    """The units of a plan, the root first, with their shards in the order in which FSDP2 gathers them."""
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
@@ -105,7 +102,7 @@ class Fsdp2Schedule:
     def __init__(
         self, writer: EventWriter, parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup
     ) -> None:
-        self._writer, self._setup, self._dtype = writer, setup, DTYPES[setup.reduce_dtype]
+        self.writer, self._setup, self._dtype = writer, setup, DTYPES[setup.reduce_dtype]
         self._units = []
         for unit, shards in split_parameters(parameters, plan, setup) if setup.wrapping != "none" else ():
             # FSDP2 keeps the root where the plan does not say
@@ -126,7 +123,7 @@ class Fsdp2Schedule:
         """A pass of a module begins or ends; modules that are in no unit's list do not matter."""
         if (unit := self._by_module.get(mark.module)) is None:
             return
-        self._writer.unit, is_root = unit.name, unit is self._units[0]
+        self.writer.unit, is_root = unit.name, unit is self._units[0]
         is_backward = unit.state in ("backward", "reduced")  # activation checkpointing computes the module again
         if mark.where == "before_forward":
             if not is_backward and not unit.to_run:
@@ -144,16 +141,16 @@ class Fsdp2Schedule:
                         other.exit = None
                         self._end_forward(other, again=False)
                         self._late.append(other)
-                self._writer.free(*self._kept_gather)
+                self.writer.free(*self._kept_gather)
                 self._kept_gather = ()
         elif mark.where == "before_backward" and mark.module == unit.exit:
-            self._writer.phase = "backward"
+            self.writer.phase = "backward"
             for each in (unit, *(self._late if is_root else ())):
                 self._before_backward(each)
             self._late = [] if is_root else self._late
         elif mark.where == "after_backward" and mark.module == unit.entry:
             self._after_backward(unit)
-        self._writer.unit = ""
+        self.writer.unit = ""
 
     def gradient(self, parameter: str, block: int) -> bool:
         """A whole gradient is complete; whether it belongs to a unit."""
@@ -164,30 +161,31 @@ class Fsdp2Schedule:
     def end_backward(self) -> None:
         """Units whose inputs have no gradients are reduced."""
         for unit in self._units:
-            self._writer.unit = unit.name
+            self.writer.unit = unit.name
             if unit.shards and unit.state != "reduced":
                 self._after_backward(unit)
             self._end_all_reduce(unit)
-            self._writer.free(*(unit.pending or ()))  # prefetched and not used
+            self.writer.free(*(unit.pending or ()))  # prefetched and not used
             unit.pending, unit.state = None, "idle"
             unit.to_run.clear()
             unit.uses.clear()
         self._order.clear()
-        self._writer.free(*self._inputs)
+        self.writer.free(*self._inputs)
         self._inputs.clear()
-        self._writer.unit, self._writer.phase = "", "forward"
+        self.writer.unit, self.writer.phase = "", "forward"
 
     def end_step(self) -> None:
         """Gradients are set to None in the order of parameters; a unit's memory goes with its last one."""
         last = {unit: max((self._place[s.parameter.fqn] for s in unit.shards), default=0) for unit in self._units}
         for unit in sorted(self._units, key=last.__getitem__):
-            self._writer.free(*[] if unit.shard_gradients is None else [unit.shard_gradients])
+            self.writer.free(*[] if unit.shard_gradients is None else [unit.shard_gradients])
             unit.shard_gradients, unit.has_gradients = None, False
 
     def _end_forward(self, unit: _Unit, *, again: bool) -> None:
         if unit.shards and not again:
             if not unit.is_kept:
-                self._free_gathered(unit)
+                self.writer.free(*unit.gathered)
+                unit.gathered = []
             unit.uses.append(len(self._order))
             self._order.append(unit)
         unit.to_run.clear()
@@ -198,11 +196,11 @@ class Fsdp2Schedule:
         if unit.state == "backward":
             return
         unit.state = "backward"
-        self._writer.unit = unit.name
+        self.writer.unit = unit.name
         self._gather(unit)
         self._copy_out(unit)
         if unit.uses and (at := unit.uses.pop()) > 0:
-            self._writer.unit = self._order[at - 1].name
+            self.writer.unit = self._order[at - 1].name
             self._gather(self._order[at - 1])
 
     def _after_backward(self, unit: _Unit) -> None:
@@ -210,22 +208,27 @@ class Fsdp2Schedule:
             return
         unit.state = "reduced"
         gradients = self._added_up(unit)
-        self._free_gathered(unit)
-        if not self.reduces:
-            self._keep_whole(gradients)
-            return
-        self._writer.free(*self._inputs)
-        self._inputs.clear()
-        if gradients:
+        self.writer.free(*unit.gathered)
+        unit.gathered = []
+        if self.reduces:
+            self.writer.free(*self._inputs)
+            self._inputs.clear()
+        if self.reduces and gradients:
             self._reduce(unit, gradients)
-
-    # ---- gathers ----
+        for shard, block in gradients if not self.reduces else ():  # kept for the next micro-step
+            whole = shard.parameter
+            if whole.dtype != self._dtype:
+                kept = self.writer.take(whole.numel * self._dtype.itemsize, "whole gradients")
+                self.writer.work("memory", whole.numel * (whole.dtype.itemsize + self._dtype.itemsize))
+                self.writer.free(block)
+                block = kept
+            self._whole[whole.fqn] = block
 
     def _gather(self, unit: _Unit) -> None:
         """`foreach_all_gather`: shards are cast together, or copied from the host one by one."""
         if unit.pending is not None or unit.gathered or not unit.shards:
             return
-        writer, (first, *_) = self._writer, unit.shards
+        writer, (first, *_) = self.writer, unit.shards
         if first.ranks == 1:
             unit.pending = ()
             return
@@ -246,7 +249,7 @@ class Fsdp2Schedule:
 
     def _on_device(self, shard: Shard, stream: Literal["compute", "copy_in"]) -> int:
         """A shard that is copied from the host under CPU offload, and cast."""
-        writer, copied = self._writer, list[int]()
+        writer, copied = self.writer, list[int]()
         if self._setup.offload:
             copied = [writer.take(shard.num_bytes, "gather buffers", stream)]
             writer.work("host_to_device", shard.num_bytes, stream)
@@ -261,7 +264,7 @@ class Fsdp2Schedule:
         """`wait_for_unshard`; the buffer of a forward pass stays until the next, so that gathers overlap."""
         if unit.pending is None:
             return
-        writer, buffer, is_forward = self._writer, unit.pending, unit.state == "forward"
+        writer, buffer, is_forward = self.writer, unit.pending, unit.state == "forward"
         unit.gathered, unit.pending = list(self._copied_out(unit)), None
         if is_forward:
             buffer, self._kept_gather = self._kept_gather, buffer
@@ -270,7 +273,7 @@ class Fsdp2Schedule:
     def _copied_out(self, unit: _Unit) -> Iterator[int]:
         """Yield the memory of gathered parameters: those that are split along another dimension than 0 are copied
         twice; on one rank, what is frozen and has the dtype of computation is used where it lies."""
-        writer, ranks = self._writer, unit.shards[0].ranks
+        writer, ranks = self.writer, unit.shards[0].ranks
         copies: list[int] = []
         copied_bytes = 0
         for shard in unit.shards:
@@ -289,12 +292,6 @@ class Fsdp2Schedule:
         writer.work("memory", 2 * copied_bytes)
         writer.free(*copies)
 
-    def _free_gathered(self, unit: _Unit) -> None:
-        self._writer.free(*unit.gathered)
-        unit.gathered = []
-
-    # ---- reductions ----
-
     def _added_up(self, unit: _Unit) -> list[tuple[Shard, int]]:
         """Shard and memory of each parameter's whole gradient, with those of earlier micro-steps."""
         result = []
@@ -304,28 +301,17 @@ class Fsdp2Schedule:
             if kept is not None:
                 shard = replace(shard, parameter=replace(whole, dtype=self._dtype))
                 if block is not None:
-                    self._writer.work("memory", whole.num_bytes + 2 * shard.parameter.num_bytes)
-                    self._writer.free(block)
+                    self.writer.work("memory", whole.num_bytes + 2 * shard.parameter.num_bytes)
+                    self.writer.free(block)
                 block = kept
             if block is not None:
                 result.append((shard, block))
         return result
 
-    def _keep_whole(self, gradients: Sequence[tuple[Shard, int]]) -> None:
-        """Keep gradients for the next micro-step instead of reducing them."""
-        for shard, block in gradients:
-            whole = shard.parameter
-            if whole.dtype != self._dtype:
-                kept = self._writer.take(whole.numel * self._dtype.itemsize, "whole gradients")
-                self._writer.work("memory", whole.numel * (whole.dtype.itemsize + self._dtype.itemsize))
-                self._writer.free(block)
-                block = kept
-            self._whole[whole.fqn] = block
-
     def _reduce(self, unit: _Unit, gradients: list[tuple[Shard, int]]) -> None:
         """`foreach_reduce`: gradients are joined, reduced to shards, summed over replicas, and added to what is there;
         those that are split along another dimension than 0 are copied first."""
-        writer, (first, _), setup = self._writer, gradients[0], self._setup
+        writer, (first, _), setup = self.writer, gradients[0], self._setup
         ranks, axis, size, master = first.ranks, first.axis, self._dtype.itemsize, first.dtype
         self._end_all_reduce(unit)  # of the same unit, where it is used twice
         for at, (shard, block) in enumerate(gradients):
@@ -372,5 +358,5 @@ class Fsdp2Schedule:
         writer.free(*({output, block} - {unit.shard_gradients, unit.all_reduced}), last)
 
     def _end_all_reduce(self, unit: _Unit) -> None:
-        self._writer.free(*[] if unit.all_reduced is None else [unit.all_reduced])
+        self.writer.free(*[] if unit.all_reduced is None else [unit.all_reduced])
         unit.all_reduced = None

@@ -1,17 +1,22 @@
 """One optimizer step as the host issues it: FSDP2's schedule laid over the events of a trace."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
+import torch
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
-from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.checks import check_kind
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Step:
     """One step of a training that has run some steps already, on the rank that holds most (the first)."""
 
@@ -38,7 +43,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
     whole = [parameter for parameter in trace.parameters if parameter.is_whole]
     schedule, replicated = Fsdp2Schedule(writer, trace.parameters, plan, setup), _WholeGradients(writer, whole, setup)
-    _write_micro_steps(writer, trace, setup, schedule, replicated)
+    _write_micro_steps(trace, setup, schedule, replicated)
     optimizer_at, shards = len(writer.events), schedule.shards
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
@@ -63,26 +68,16 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     sizes += [*(replicated.kept(each).num_bytes for each in whole), trace.buffer_bytes]
     parameters = [writer.alloc(num_bytes, "parameters") for num_bytes in sizes if num_bytes]
     parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in replicated.resident]
-    host_bytes = 0
-    if setup.offload:
-        copies = sum(shard.num_bytes * (1 + shard.parameter.requires_grad) for shard in shards)
-        host_bytes = frozen_bytes + copies + sum(state_bytes)
-    works = (event for event in trace.events if type(event) is Work and event.stream == "activations")
-    host_bytes += int(sum(work.num_bytes for work in works if work.operation == "device_to_host"))
-    return Step(
-        events=tuple(writer.events),
-        optimizer_at=optimizer_at,
-        parameters=tuple(parameters),
-        state=tuple(state),
-        host_bytes=host_bytes,
-    )
+    copies = sum(shard.num_bytes * (1 + shard.parameter.requires_grad) for shard in shards)
+    inputs = (event for event in trace.events if type(event) is Work and event.stream == "activations")
+    host_bytes = int(sum(work.num_bytes for work in inputs if work.operation == "device_to_host"))
+    host_bytes += frozen_bytes + copies + sum(state_bytes) if setup.offload else 0
+    return Step(tuple(writer.events), optimizer_at, tuple(parameters), tuple(state), host_bytes)
 
 
-def _write_micro_steps(
-    writer: EventWriter, trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: "_WholeGradients"
-) -> None:
+def _write_micro_steps(trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: Any) -> None:
     """Write the events of a trace once for each micro-step; FSDP2 acts between them."""
-    events = trace.events
+    events, writer = trace.events, schedule.writer
     inputs = {event.block for event in events if type(event) is Alloc and event.kind == "inputs"}
     end = len(events)  # of the backward pass: inputs are given back after it
     while end and isinstance(event := events[end - 1], Free) and event.block in inputs:
@@ -90,14 +85,11 @@ def _write_micro_steps(
     # what the trace does not free: the loss, for example
     gone = {event.block for event in events if isinstance(event, Free | Gradient)}
     left = [event.block for event in events if type(event) is Alloc and event.block not in gone]
-    # Gradients that may stay until the end of the step have another number in each micro-step but the last.
-    lasting = {parameter.fqn for parameter in trace.parameters if parameter.is_whole}
-    if not setup.sync_each_batch:  # autograd adds to what has the dtype of the reduction already
-        lasting |= {each.fqn for each in trace.parameters if each.dtype == DTYPES[setup.reduce_dtype]}
-    staying = {event.block for event in events if type(event) is Gradient and event.parameter in lasting}
+    # In each micro-step but the last, gradients, which may stay until the end of the step, have another number.
+    staying = {event.block for event in events if type(event) is Gradient}
     taken = {at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in staying}
     for left_over in reversed(range(setup.gradient_accumulation_steps)):
-        renamed = {block: writer.new_block() for block in taken.values()} if left_over else {}
+        renamed = {block: next(writer.numbers) for block in taken.values()} if left_over else {}
         schedule.reduces = replicated.reduces = not left_over or setup.sync_each_batch
         replicated.begin_forward()
         for at, event in enumerate(events[:end]):
@@ -126,11 +118,8 @@ _BUCKET = 25 * 2**20  # Bytes that DDP reduces at once (`bucket_cap_mb=25` of `D
 
 class _WholeGradients:
     """Gradients of parameters that every rank holds whole: beside shards they are averaged after each backward pass,
-    without FSDP as by DDP with `gradient_as_bucket_view`, whose buckets are there from the beginning.
-
-    Without FSDP, parameters that are computed with in another dtype are cast once in a forward pass; autograd keeps the
-    copies until the gradient is there.
-    """
+    without FSDP as by DDP with `gradient_as_bucket_view`, whose buckets are there from the beginning; it has a copy in
+    the dtype of computation from the forward pass until the gradient is there."""
 
     def __init__(self, writer: EventWriter, parameters: list[Parameter], setup: TrainingSetup) -> None:
         self._writer, self._setup = writer, setup
@@ -169,22 +158,103 @@ class _WholeGradients:
         else:
             self._gradients[name] = block
         self._unsent += num_bytes
-        if self._is_ddp and self._unsent >= _BUCKET:
-            self._reduce()
 
     def end_backward(self) -> None:
-        """What is left is sent; copies of parameters without a gradient are freed."""
-        self._reduce()
+        """Gradients are summed over ranks, by DDP in buckets; copies of parameters without a gradient are freed."""
+        more: dict[str, Any] = {"stream": "all_reduce" if self._is_ddp else "compute"}
+        ranks, most = self._setup.num_gpus, _BUCKET if self._is_ddp else self._unsent
+        for sent in range(0, self._unsent, most) if ranks > 1 and self.reduces and self._unsent else ():
+            num_bytes = min(most, self._unsent - sent)
+            self._writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks, axis="all", **more)
+        self._unsent = 0
         self._writer.free(*self._copies.values())
         self._copies.clear()
-
-    def _reduce(self) -> None:
-        if self._unsent and (ranks := self._setup.num_gpus) > 1 and self.reduces:
-            stream: Literal["all_reduce", "compute"] = "all_reduce" if self._is_ddp else "compute"
-            self._writer.work("all_reduce", self._unsent, stream, dtype_bytes=4, ranks=ranks, axis="all")
-        self._unsent = 0
 
     def end_step(self) -> None:
         """Gradients are set to None."""
         self._writer.free(*self._gradients.values())
         self._gradients.clear()
+
+
+# ---- clipping and the optimizer: the memory and the traffic of torch's own, as a dry run of it counts them
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an optimizer has and does for one shard, in multiples of the shard's bytes."""
+
+    states: int
+    touched: float  # Tensors that its kernels read or write, each counted once for a kernel
+    temporary: int = 0
+
+
+OPTIMIZERS: dict[str, tuple[str, _Rule | None]] = {
+    "adamw": ("adamw_torch_fused", _Rule(states=2, touched=4)),
+    "adamw_foreach": ("adamw_torch", _Rule(states=2, touched=14, temporary=1)),
+    "adamw_8bit": ("adamw_torch_8bit", None),
+    "muon": ("muon", None),
+    "sgd": ("sgd", _Rule(states=0, touched=2)),
+    "sgd_momentum": ("sgd --optim_args momentum=0.9", _Rule(states=1, touched=5)),
+}
+"""By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and the rule, which a test
+compares with torch's own. `adamw_8bit` is torchao's; `muon` this package's: AdamW, SGD's momentum, `write_muon`."""
+
+
+def optimizer_step(writer: EventWriter, updated: Sequence[Shard | Parameter], setup: TrainingSetup) -> list[int]:
+    """Write clipping and the optimizer's step, of Muon what each rank does alone; return the sizes of its state."""
+    if setup.optimizer == "muon":
+        matrices = [each for each in updated if each.parameter.matrices is not None]
+        others = [each for each in updated if each.parameter.matrices is None]
+        sizes = optimizer_step(writer, others, replace(setup, optimizer="adamw"))
+        return sizes + optimizer_step(writer, matrices, replace(setup, optimizer="sgd_momentum"))
+    if setup.optimizer == "adafactor":
+        check_kind(torch.optim.Adafactor)
+    if setup.optimizer not in OPTIMIZERS:
+        known = ", ".join(map(repr, OPTIMIZERS))
+        raise ConfigError(f"optimizer is {setup.optimizer!r}; it must be one of {known}.")
+    sizes = [each.num_bytes for each in updated if each.numel]
+    if setup.max_grad_norm is not None:
+        writer.phase = "clip"
+        writer.work("memory", 2 * sum(sizes), dtype_bytes=4)
+    writer.phase = "optimizer"
+    rule = OPTIMIZERS[setup.optimizer][1]
+    if rule is None:
+        states = [size for each in updated if each.numel for size in _states_8bit(each)]
+        writer.work("memory", 2 * sum(states) + 3 * sum(sizes), dtype_bytes=1)
+        return states
+    taken = [writer.take(rule.temporary * size, "temporaries") for size in sizes if rule.temporary]
+    writer.work("memory", rule.touched * sum(sizes), dtype_bytes=4)
+    writer.free(*taken)
+    return [own for own in sizes for _ in range(rule.states)]
+
+
+def _states_8bit(shard: Shard | Parameter) -> list[int]:
+    """torchao's AdamW8bit: two states of a byte per element, each with a scale for each block of 256 and a table."""
+    if shard.numel < 4096 or shard.numel % 256:
+        return 2 * [shard.num_bytes]
+    return 2 * [shard.numel, 4 * shard.numel // 256, 4 * 256]
+
+
+def write_muon(writer: EventWriter, updated: Sequence[Shard | Parameter], setup: TrainingSetup) -> None:
+    """What ranks do of Muon's step together: matrices travel to their owners, are orthogonalised, and travel back."""
+    ranks, travelling, flops, traffic, largest = setup.num_gpus, 0.0, 0.0, 0.0, 0
+    for each in updated:
+        if (matrices := each.parameter.matrices) is None:
+            continue
+        count, rows, columns = matrices
+        flops += count / ranks * newton_schulz_flops(rows, columns)
+        traffic += count / ranks * NEWTON_SCHULZ_STEPS * 10 * (rows * columns + min(rows, columns) ** 2)
+        largest = max(largest, 2 * rows * columns)
+        stacked = each.parameter.shape[0] * (len(each.shape) > 2)
+        is_home = getattr(each, "dim", None) == 0 and stacked and stacked % ranks == 0
+        travelling += 0.0 if is_home else 2.0 * count * rows * columns / ranks
+    if not flops:
+        return
+    num_buckets = max(1, math.ceil(travelling / BUCKET_BYTES))
+    writer.phase = "optimizer"
+    for _ in range(num_buckets):
+        block = writer.take(int(4 * travelling / num_buckets) + 3 * largest, "temporaries")
+        for copies in (1, setup.dp_replicate_size) if ranks > 1 else ():
+            writer.work("all_to_all", copies * travelling / num_buckets, "all_gather", ranks=ranks, axis="all")
+        writer.events.append(Work("matmul", flops / num_buckets, traffic / num_buckets, "", "optimizer"))
+        writer.free(block)

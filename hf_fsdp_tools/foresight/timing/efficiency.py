@@ -1,16 +1,17 @@
 """What training reaches of a GPU's peaks, and how long one kernel, copy or collective runs by itself: a roofline.
 
 A collective takes the time of its bytes over the narrowest link of a ring, which (n - 1) / n of them pass once, or
-twice for an all-reduce (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005). NCCL's latencies, trees and protocols are left out: no published training shows them.
+twice for an all-reduce (Thakur et al. 2005, MPICH). NCCL's latencies and protocols show in no published training.
 """
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Axis, Operation, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
+from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,61 +22,32 @@ class Efficiency:
     attention: float
     memory: float  # Share of the peak bandwidth, by kernels that the GPU's memory bounds
     straggler: float = 0.0
-    """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
-    sqrt(2 ln n), the expected maximum of n normal deviates (Cramér 1946, section 28.6)."""
+    """The slowest of n GPUs is later than the mean by this times sqrt(2 ln n) (Cramér 1946, section 28.6)."""
     compiled_memory: float = 0.462  # Share of the traffic of elementwise kernels that is left under `torch.compile`
     error: float
-    """What tokens per second of a tuned loop may be off, as a share. On A100 and H100 nine of ten trainings by
-    publishers that were left out of the fit were within 13 %, and about three of four by others within 20 %. Infinite
-    where no published training of the GPU is known."""
+    """What tokens per second of a tuned loop may be off. On A100 and H100 nine of ten trainings by publishers that were
+    left out of the fit were within 13 %. Infinite where no published training of the GPU is known."""
     newest: float = 1.0
     """How many times as fast dense models train with the kernels of 2026 (torch 2.9 and later, Transformer Engine): on
     H100 and H200 the mean of 8 trainings by NeMo AutoModel, torchtitan and KempnerForge, 9/2025 to 4/2026."""
     source: str
 
 
-_SOURCE = "fitted on published trainings (benchmarks/results/foresight_fit.md)"
-_A100 = Efficiency(
-    matmul=0.757, attention=0.331, memory=0.630, straggler=0.0201, error=0.2, source=f"{_SOURCE}: 80 on A100"
-)
-_H100 = Efficiency(
-    matmul=0.634, attention=0.2, memory=0.624, straggler=0.0423, error=0.2, newest=1.25, source=f"{_SOURCE}: 51 on H100"
-)
-
-
-def _set_from(trainings: str, **shares: float) -> Efficiency:
-    return replace(_A100, source=f"set from {trainings} (benchmarks/results/foresight_published.md)", **shares)
-
-
-_SHARES = {
-    **dict.fromkeys(("a100-40gb", "a100-80gb"), _A100),
-    **dict.fromkeys(("h100-80gb", "h100-96gb", "h200-141gb"), _H100),
-    "b200-180gb": _set_from("2 trainings by torchtitan; B200 with a power limit reached half", matmul=0.59, error=0.3),
-    "mi300x": _set_from("1 training by torchao, early 2025", matmul=0.3, attention=0.15, memory=0.45, error=0.4),
-    "rtx-3090": _set_from(
-        "3 trainings by Answer.AI, 2024; with few lanes of PCIe give link_gb_s",
-        matmul=0.93,
-        attention=0.42,
-        memory=0.75,
-    ),
-    "rtx-4090": _set_from(
-        "7 trainings by Answer.AI and torchtune, 2024", matmul=0.95, attention=0.5, memory=0.8, error=0.15
-    ),
-}
-"""By name of the GPU: those of which published trainings are known. GeForce GPUs run above the clock of their data
-sheets, so that they reach most of the peak that these give for it."""
+_SHARES: dict[str, Efficiency] = {}
+"""By name of the GPU: those of which published trainings are known (`efficiencies.csv`). GeForce GPUs run above the
+clock of their data sheets, so that they reach most of the peak that these give for it."""
+for _row in rows_of("efficiencies.csv"):
+    _names, _source = _row.pop("gpus"), _row.pop("source")
+    _shares = Efficiency(source=_source, **{name: float(value) for name, value in _row.items()})
+    _SHARES |= dict.fromkeys(_names.split(), _shares)
 
 NEWER_ATTENTION = 1.743
-"""How much faster attention is in the software of 2024 (FSDP2 with FlashAttention 2, PyTorch 2.3 and later) than in
-that of 2023, of which the shares are; fitted like the others."""
+"""How much faster attention is with FlashAttention 2 and PyTorch 2.3 than in the software of 2023, of the shares."""
 
 
 def efficiency_of(gpu: Gpu, *, has_experts: bool = False) -> Efficiency:
-    """The efficiencies of a GPU in the software of 2024.
-
-    A GPU of which no published training is known gets the shares of one of its family, or else those of the A100. They
-    serve to compare settings; its `error` is infinite, as that of a mixture of experts on any GPU.
-    """
+    """The efficiencies of a GPU in the software of 2024; without a published training those of one of its family, or of
+    the A100, to compare settings, with an infinite `error`, as that of a mixture of experts on any GPU."""
     shares = _SHARES.get(gpu.name)
     if shares is None:
         near = next((name for name in _SHARES if GPUS[name].family == gpu.family), "a100-80gb")
@@ -86,17 +58,13 @@ def efficiency_of(gpu: Gpu, *, has_experts: bool = False) -> Efficiency:
     return replace(shares, attention=shares.attention * NEWER_ATTENTION)
 
 
-# ---- collectives ----
-
 _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
 on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
-
 _NETWORK_EFFICIENCY = 0.8  # The same of the network between machines. (assumed)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The ranks of a collective and what joins them."""
 
     ranks: int
@@ -115,18 +83,13 @@ class Group:
             outside = max(self.ranks - self.ranks_per_node, 0) * self.ranks_per_node / self.network
             inside = (min(self.ranks_per_node, self.ranks) - 1) / self.link
             return num_bytes / self.ranks * max(inside, outside)
-        rounds = 2 if operation == "all_reduce" else 1
         bandwidth = self.link if self.is_inside else min(self.link, self.network)
-        return rounds * (self.ranks - 1) / self.ranks * num_bytes / bandwidth
+        return (1 + (operation == "all_reduce")) * (self.ranks - 1) / self.ranks * num_bytes / bandwidth
 
 
 def group_of(axis: Axis, setup: TrainingSetup, gpu: Gpu) -> Group:
-    """The group of a rank along an axis of the mesh.
-
-    Ranks fill machines one after another: those that share layers are neighbours, and groups of these share rows or
-    experts. Those that hold the same shards are `setup.gpus_per_copy` apart, so that a machine holds ranks of several
-    such groups, which communicate at the same time and share its network.
-    """
+    """The group of a rank along an axis of the mesh. Ranks that share layers are neighbours, and groups of these share
+    rows or experts; several groups of ranks that lie apart are in one machine and share its network."""
     ranks, apart = {
         "shard": (setup.dp_shard_size, setup.tp_size),
         "expert_shard": (setup.expert_shard_size, setup.ep_size),
@@ -149,15 +112,11 @@ def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
     return (gbit_s if gbit_s is not None else gpu.network_gbit_s * setup.gpus_per_node) * 1e9 / 8
 
 
-# ---- one kernel, copy or collective ----
-
 _KERNEL_SECONDS = 2e-6  # A kernel at least, with the gap before it. (assumed)
-
 _HOST_COPY = 0.8  # Share of the link to the host that copies of pinned memory reach: 25 of 32 GB/s on PCIe 4. (assumed)
-
 _HOST_MEMORY = 0.7
 """Share of the host's memory bandwidth that an optimizer on its CPUs reaches. (assumed; ZeRO-Offload, arXiv 2101.06840,
-table 4: 0.22 s per billion parameters, that is 127 GB/s of the 256 of a DGX-2's node for 28 bytes per parameter)"""
+table 4: 127 GB/s of the 256 of a DGX-2's node)"""
 
 
 class Durations:
@@ -165,8 +124,7 @@ class Durations:
 
     def __init__(self, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> None:
         self._setup, self._gpu, self._efficiency = setup, gpu, efficiency
-        self._memory = gpu.memory_bandwidth * efficiency.memory
-        self._groups: dict[tuple[Axis, int], Group] = {}
+        self._group_of = cache(lambda axis: group_of(axis, setup, gpu))
 
     def seconds(self, work: Work) -> float:
         """Seconds of a kernel, copy or collective that has the GPU, its memory and the links for itself."""
@@ -177,16 +135,13 @@ class Durations:
             return num_bytes / (gpu.host_bandwidth * _HOST_COPY)
         if work.stream == "offload":
             return num_bytes / (gpu.host_memory_bandwidth * _HOST_MEMORY)
-        if operation == "memory":
-            # compile fuses what the model computes; the optimizer and FSDP's copies stay as they are
-            of_model = work.stream == "compute" and work.phase in ("forward", "loss", "backward")
-            num_bytes *= self._efficiency.compiled_memory if self._setup.compile and of_model else 1
-        share = self._efficiency.attention if operation == "attention" else self._efficiency.matmul
-        rate = gpu.peak(work.dtype_bytes, self._setup.precision) * share
-        return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / self._memory)
+        shares = self._efficiency
+        is_of_model = work.stream == "compute" and work.phase not in ("clip", "optimizer")  # which a compiler fuses
+        num_bytes *= shares.compiled_memory if operation == "memory" and self._setup.compile and is_of_model else 1
+        rate = gpu.peak(work.dtype_bytes, self._setup.precision)
+        rate *= shares.attention if operation == "attention" else shares.matmul
+        return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / (gpu.memory_bandwidth * shares.memory))
 
     def group(self, work: Work) -> Group:
         """Who takes part in a collective."""
-        if (key := (work.axis, work.ranks)) not in self._groups:
-            self._groups[key] = replace(group_of(work.axis, self._setup, self._gpu), ranks=work.ranks)
-        return self._groups[key]
+        return self._group_of(work.axis)._replace(ranks=work.ranks)

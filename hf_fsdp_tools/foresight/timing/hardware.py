@@ -18,15 +18,12 @@ class Gpu:
 
     name: str  # Key in `GPUS`; of another GPU any word
     title: str
-    family: str
-    """Generation, such as `h100`: says which shares of its peaks it reaches (`efficiency`), and cuBLAS' workspace."""
+    family: str  # Generation, such as `h100`: says which shares of its peaks it reaches, and cuBLAS' workspace
     fp32: float  # Peak flop/s of fp32 without TF32, which is torch's default for matmuls
     bf16: float  # Peak dense flop/s of bf16 with fp32 accumulation; that of fp32 where there is none (V100)
     fp16: float  # Peak dense flop/s of fp16 with fp32 accumulation
     fp8: float  # Peak dense flop/s of fp8; that of fp16 where there is none
-    memory_bytes: int
-    """What the driver reports as total memory (`torch.cuda.get_device_properties`): below the number in the name, since
-    ECC and the driver take their part."""
+    memory_bytes: int  # What the driver reports as total: below the number in the name, since it takes its part
     memory_bandwidth: float  # Bytes per second of the GPU's memory, as the other bandwidths
     link: Literal["nvlink", "pcie"]  # What joins the GPUs of one machine; AMD's Infinity Fabric counts as NVLink
     link_bandwidth: float  # That one GPU sends to the others of its machine, in one direction
@@ -35,8 +32,7 @@ class Gpu:
     host_memory_bandwidth: float  # Per GPU of a usual machine: bounds an optimizer on the CPU
     source: str
     skypilot: str = ""  # What `sky gpus list` calls it (its documentation, docs/source/compute/show-gpus-all.txt)
-    hf_flavors: str = ""
-    """Flavors of `hf jobs run --flavor` by number of GPUs, as "1:l4x1 4:l4x4". (huggingface_hub 2.4, `JobHardware`)"""
+    hf_flavors: str = ""  # Of `hf jobs run --flavor` by number of GPUs, as "1:l4x1 4:l4x4". (huggingface_hub 2.4)
 
     def peak(self, dtype_bytes: int, precision: str = "bf16") -> float:
         """Peak flop/s of matmuls whose inputs have elements of `dtype_bytes`."""
@@ -50,30 +46,27 @@ class Gpu:
         return self.name
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a table beside this file."""
+    with Path(__file__).with_name(name).open(newline="", encoding="utf-8") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
 def _read_gpus() -> Iterator[Gpu]:
-    """Yield the GPU of each row of `gpus.csv`.
+    """Yield the GPU of each row of `gpus.csv`: rates in Tflop/s, empty where the GPU has none; memory in GiB; links
+    in GB/s, per GPU and direction. The usual GPU of alike names stands first: it is the one that a short name means.
 
-    Peak rates are in Tflop/s, empty where the GPU has none; memory in GiB and GB/s; the link inside a machine per GPU
-    in one direction; the usual network per GPU; the link to the host in one direction and host memory per GPU, in GB/s.
-    Of alike names the usual GPU stands first: it is the one that a short name means. For all rows:
-
-    - Total memory: as PyTorch's out-of-memory messages give it ("GPU 0 has a total capacity of 79.10 GiB"), of the
-      usual figures the lowest.
-    - Link to the host: PCIe x16 in one direction, generation 3 16 GB/s, 4 32 GB/s, 5 64 GB/s (PCI-SIG). Cards without
-      peer copies send what they exchange through host memory, so that each byte crosses PCIe twice: half of it.
-    - Host memory, per GPU: two sockets' channels over 8 GPUs. DGX-1 2 x 6 DDR4-2666, DGX A100 2 x 8 DDR4-3200, DGX H100
-      2 x 8 DDR5-4800, DGX B200 2 x 8 DDR5-5600 (data sheets of the systems and their processors); Frontier 205 GB/s
-      over 8; GH200 500 GB/s (data sheet); other machines as the DGX A100 (assumed).
+    - Total memory: the lowest of what PyTorch's out-of-memory messages say ("has a total capacity of 79.10 GiB").
+    - Link to the host: PCIe x16 of generation 3, 4, 5 (PCI-SIG); half of it to GPUs for cards without peer copies.
+    - Host memory: two sockets' channels over 8 GPUs (data sheets of the systems); others as the DGX A100 (assumed).
     """
-    with Path(__file__).with_name("gpus.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            values: dict[str, Any] = dict(row)
-            fp32, bf16, fp16, fp8 = (float(values.pop(name) or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
-            bandwidths = {"link": "link_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gb_s", "memory": "gb_s"}
-            values |= {f"{name}_bandwidth": float(values.pop(own)) * 1e9 for name, own in bandwidths.items()}
-            values |= {"memory_bytes": int(float(values.pop("gib")) * 2**30)}
-            values |= {"network_gbit_s": float(values["network_gbit_s"])}
-            yield Gpu(fp32=fp32, bf16=bf16 or fp32, fp16=fp16, fp8=fp8 or fp16, **values)
+    for values in rows_of("gpus.csv"):
+        fp32, bf16, fp16, fp8 = (float(values.pop(name) or 0) * 1e12 for name in ("fp32", "bf16", "fp16", "fp8"))
+        bandwidths = {"link": "link_gb_s", "host": "host_gb_s", "host_memory": "host_memory_gb_s", "memory": "gb_s"}
+        values |= {f"{name}_bandwidth": float(values.pop(own)) * 1e9 for name, own in bandwidths.items()}
+        values |= {"memory_bytes": int(float(values.pop("gib")) * 2**30)}
+        values |= {"network_gbit_s": float(values["network_gbit_s"])}
+        yield Gpu(fp32=fp32, bf16=bf16 or fp32, fp16=fp16, fp8=fp8 or fp16, **values)
 
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _read_gpus()}

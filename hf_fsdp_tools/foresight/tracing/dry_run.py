@@ -1,14 +1,12 @@
-"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP.
-
-FSDP2's places are imitated by its own means, so that memory lives as long as in a real run: hooks before and after the
-forward passes of the plan's modules, hooks on the gradients of their outputs, and an autograd function on their inputs.
-"""
+"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP, whose places are
+imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +20,8 @@ from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.extensions.muon.matrices import sizes_of_matrices
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
-from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of, tensors_in
+from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, Values, batch_of, give_memory, images_of
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, chunk_loss, notes_of, tensors_in
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
@@ -42,17 +39,12 @@ from hf_fsdp_tools.text import first_line, grouped, show_count
 _KEPT = 4
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
 One more where the blocks share what the encoder made: gradients of it add up from the last but one on."""
-
-Device = Literal["cuda", "cpu"]
-"""Whose kernels are assumed: what they save for the backward pass, and their scratch memory."""
+Device = Literal["cuda", "cpu"]  # Whose kernels are assumed: what they save for the backward pass, and their scratch
 
 
 def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, device: Device = "cuda") -> Trace:
-    """The events of one micro-step of a model on meta, found by running the model's code without data.
-
-    A model that takes images gets some beside its text (`images_of`); if they cannot be followed, text alone, and a
-    note says so. A model that needs values of weights or activations, or kernels of its own, is a `ConfigError`.
-    """
+    """The events of one micro-step of a model on meta, found by running the model's code without data; text alone where
+    images cannot be followed. A model that needs values of weights or activations is a `ConfigError`."""
     if setup.activation_checkpointing:
         check_checkpointing(model, setup.recompute)
     if setup.cp_size > 1:
@@ -84,8 +76,7 @@ def _followed(
         stacks, events = [], _dry_run(model, plan, setup, device, [], images)
     parameters, notes = tuple(_parameters(model, plan, setup)), [*said, *notes_of(model)]
     reached = {event.parameter for event in events if isinstance(event, Gradient)}
-    missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
-    if missed:
+    if missed := [each for each in parameters if each.requires_grad and each.fqn not in reached]:
         count, first = sum(each.numel for each in missed), ".".join(missed[0].fqn.split(".")[:-1][:2])
         notes.append(f"{show_count(count)} parameters get no gradient from the batch, among them those of {first!r}.")
     return Trace(
@@ -113,18 +104,22 @@ def _dry_run(
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         with ExitStack() as stack:
-            values = stack.enter_context(known_values())
-            batch = {name: values.as_fake(value) for name, value in batch_of(twin, setup, images).items()}
+            stack.enter_context(Values())  # type: ignore[no-untyped-call]  # torch's own
+            batch = batch_of(twin, setup, images)
             for tensor in batch.values():
                 recorder.take(tensor, "inputs")
-            stack.enter_context(_no_packed_sequences())
-            if setup.attn_implementation == "flash_attention_2":
-                stack.enter_context(flash_attention())
+            # transformers would make a mask for fake tensors; the temporary memory is that of a real run
+            find: Any = masking_utils.find_packed_sequence_indices
+            unpacked = partial(lambda find, ids: (find(ids), None)[1], find)
+            stack.enter_context(replaced(masking_utils, find_packed_sequence_indices=unpacked))
+            if setup.attn_implementation == "flash_attention_2":  # no mask is made, also not for windows
+                masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+                stack.callback(masks.__setitem__, "sdpa", masks["sdpa"])
+                masks["sdpa"] = lambda *_, **__: None
             if device == "cuda":
                 stack.enter_context(AsOnCuda())
-            stack.enter_context(recorder.chunks_once())
-            stack.enter_context(recorder)
-            stack.enter_context(_failures_named(twin, recorder, is_all=images is None))
+            for context in (recorder.chunks_once(), recorder, _failures_named(twin, recorder, is_all=images is None)):
+                stack.enter_context(context)
             loss = twin(**batch)["loss"]  # the logits are dropped before the backward pass, as by a Trainer
             recorder.phase = "backward"
             # by autograd's engine itself: `loss.backward()` suspends modes that see functions
@@ -166,7 +161,12 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             config.use_cache = False
     follow_parts(model)
     if setup.activation_checkpointing:
-        link = _Link(recorder)
+        copy_input: Any = recorder.copy_input
+        link: Any = SimpleNamespace(
+            keep=lambda source: (copy_input("device_to_host", source.nbytes), None),
+            fetch=lambda host, to: copy_input("host_to_device", to.nbytes),
+            wait=lambda mark: None,  # the copy was asked for a block before
+        )
         link_of = (lambda _: link) if recorder.on_cuda else None  # on CPUs, copies are memory and work like all else
         checkpoint_activations(model, setup.recompute, link_of=link_of)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -185,7 +185,9 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.cp_size > 1:
         hooks += follow_rows(base_of(model), setup.cp_size)
     install(model, hooks)
-    _watch_head(model, recorder)
+    if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:  # where logits are made …
+        head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
+        head.register_forward_hook(partial(_until_gradient, lambda _: setattr(recorder, "in_loss", False)))  # … and end
     for name, module in model.named_modules():  # so that memory has a name
         module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)
         # also where checkpointing has computed all that it needs
@@ -194,23 +196,6 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-class _Link:
-    """Copies of blocks' inputs between a GPU and its host."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def keep(self, source: torch.Tensor) -> tuple[None, None]:
-        self._recorder.copy_input("device_to_host", source.nbytes)
-        return None, None
-
-    def fetch(self, host: None, to: torch.Tensor) -> None:
-        self._recorder.copy_input("host_to_device", to.nbytes)
-
-    def wait(self, mark: None) -> None:
-        """Nothing is recorded: the copy was asked for a block before."""
 
 
 def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:
@@ -227,8 +212,7 @@ def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool)
     def after(_: nn.Module, args: object, output: Any) -> None:
         recorder.end(name)
         if torch.is_grad_enabled():
-            for tensor in _needing_gradients(output):
-                tensor.register_hook(lambda _: recorder.begin_backward(name))  # type: ignore[no-untyped-call]
+            _until_gradient(lambda _: recorder.begin_backward(name), module, None, output)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=is_grouped)
@@ -248,22 +232,14 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, *grads)
 
 
+def _until_gradient(call: Callable[[torch.Tensor], None], _: nn.Module, __: object, output: Any) -> None:
+    """Call where the gradient of a module's output is complete."""
+    for tensor in _needing_gradients(output):
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
+
+
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
     return [each for each in tensors_in(value) if each.requires_grad]
-
-
-def _watch_head(model: nn.Module, recorder: Recorder) -> None:
-    """Tell the recorder where logits are made, and where their gradient is complete."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        return
-
-    def after(_: nn.Module, args: object, output: Any) -> None:
-        for tensor in _needing_gradients(output):
-            tensor.register_hook(lambda _: setattr(recorder, "in_loss", False))  # type: ignore[no-untyped-call]
-
-    head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
-    head.register_forward_hook(after)
 
 
 @contextmanager
@@ -283,16 +259,4 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         unfollowed = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ImportError)
         if isinstance(error, unfollowed) or not is_all:
             raise _CannotFollowError(f"A step cannot be estimated without data: {place}") from error
-        raise ConfigError(
-            f"A step of training fails in {place}. Correct the configuration or the arguments."
-        ) from error
-
-
-def _no_packed_sequences() -> AbstractContextManager[None]:
-    """Tell transformers that sequences are not packed: of fake tensors it makes a mask, which no flash kernel takes."""
-    find = masking_utils.find_packed_sequence_indices
-
-    def none_are_packed(position_ids: torch.Tensor) -> None:
-        find(position_ids)  # its temporary memory is that of a real run
-
-    return replaced(masking_utils, find_packed_sequence_indices=none_are_packed)
+        raise ConfigError(f"A step of training fails in {place}. Correct configuration or arguments.") from error

@@ -1,8 +1,10 @@
-"""The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
+"""The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms; and a
+loss that never holds all logits."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import masking_utils
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.packed import packed_parameters
 
@@ -42,15 +44,9 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **_: Any,
-) -> Any:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, **_: Any
+) -> Any:  # fmt: skip
     """The kernel that torch 2.14 chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient."""
     ops: Any = torch.ops.aten
     low = query.dtype in (torch.bfloat16, torch.float16)
@@ -69,30 +65,16 @@ _ON_CUDA: dict[Any, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def flash_attention() -> Iterator[None]:
-    """For models with sdpa attention, take the memory of FlashAttention 2: no mask is made, also not for windows."""
-    masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    kept, masks["sdpa"] = masks["sdpa"], lambda *_, **__: None
-    try:
-        yield
-    finally:
-        masks["sdpa"] = kept
-
-
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the efficient kernel takes it: added to the scores, rows of a multiple of 8 elements."""
     if mask.dtype == torch.bool:
-        nothing, all_of_it = torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype)
-        mask = torch.where(mask, nothing, all_of_it)
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype))
     if rest := -mask.shape[-1] % 8:
         mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _efficient_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any, **_: Any
-) -> tuple[Any, ...]:
+def _efficient_backward(_: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **__: Any) -> tuple[Any, ...]:
     """The gradients of efficient attention, of keys and values with fewer heads too (torch 2.14), laid out by token."""
     made = [torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype) for t in (query, key, value)]
     wanted = rest[5][3] if len(rest) > 5 and mask is not None else False
@@ -114,27 +96,21 @@ def _grouped_mm(
     groups = {(2, 2): offs.shape[:1], (3, 3): left.shape[:1]}.get((left.dim(), right.dim()), ())
     shape, dtype = (*groups, left.shape[-2], right.shape[-1]), out_dtype or left.dtype
     width = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
-    strides = (shape[-2] * width, width, 1)[-len(shape) :]
-    return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+    return torch.empty_strided(shape, (shape[-2] * width, width, 1)[-len(shape) :], dtype=dtype, device=left.device)
 
 
 def notes_of(model: nn.Module) -> Iterator[str]:
     """Yield what a reader should know of kernels: those that are estimated where a GPU may run others."""
-    kinds = {type(module): module for module in model.modules()}
+    kinds, title = {type(module): module for module in model.modules()}, type(model).__name__
     convolved = (kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children()))
     if mixer := next((kind for kind in convolved if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")), None):
-        yield (
-            f"{mixer.__name__} is estimated as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
-            "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
-        )
+        kept = "the kernels for it (mamba_ssm, causal_conv1d, fla) keep far fewer activations."
+        yield f"{mixer.__name__} is estimated as transformers computes it in PyTorch; {kept}"
     fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
     if packed_parameters(model) and any(each.is_floating_point() for each in fused):
         yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
     if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
-        yield (
-            f"{type(model).__name__} attends by the eager function of transformers, as where no flash kernel for it is "
-            "installed: its scores take memory."
-        )
+        yield f"{title} attends by the eager function of transformers, as without a flash kernel; scores take memory."
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
         yield "Scratch memory of convolutions, which cuDNN chooses, is not estimated."
 
@@ -162,12 +138,8 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
 
 
 def _attention_flops(arguments: dict[str, Any], *, is_backward: bool) -> tuple[float, float]:
-    """Operations of an attention kernel, and those of the usual count.
-
-    Forward: scores and their products with values; backward: scores again, and the gradients of both products (Dao
-    2023). The usual count leaves out what is computed again, and counts masked scores, half of which kernels skip where
-    attention is causal.
-    """
+    """Operations of an attention kernel (Dao 2023: backward, scores again, and gradients of both products), and those
+    of the usual count: nothing that is computed again, and all masked scores, half of which kernels skip."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
     width, out_width = query.shape[-1], value.shape[-1]
@@ -195,8 +167,7 @@ def scratch(func: Any, args: Sequence[Any], *, on_cuda: bool) -> Sequence[int]:
     As in `attention_backward.cu` and `flash_api.cpp`, checked against the log of PyTorch's allocator (2.14): of flash
     attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the gradients of keys and
     values for each head of the queries; of efficient attention, the product, and the gradients of 64 queries at a time
-    with a lock. As in `IndexKernel.cpp`: a running sum of the mask for each element, and the mask, where expanded. On
-    any device, 64-bit copies of indices of 32 (`make_info` in `TensorAdvancedIndexing.cpp`).
+    with a lock; of `masked_scatter`, a running sum of the mask, and the mask, if expanded; of indices, 64-bit copies.
     """
     name = func.overloadpacket.__name__
     if name == "index":
@@ -221,3 +192,96 @@ def scratch(func: Any, args: Sequence[Any], *, on_cuda: bool) -> Sequence[int]:
     wide = -(-width // 64) * 64
     product = [4 * rows * width] if query.element_size() == 4 else []
     return [*per_head, 4 * rows, *product, tiles * (64 * wide * 4 + 16)]
+
+
+# ---- a loss in pieces: TRL's (1.16, `ChunkedLogProbFunction`), which Liger's resembles ----
+
+TOKENS, _WORDS = 4096, 32768
+"""Tokens of one chunk of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+
+
+def predicts_words(model: nn.Module) -> bool:
+    """Whether a model is a decoder that predicts the next word, whose loss the recipes' trainers make in pieces."""
+    is_alone = getattr(model, "base_model", model) is model
+    return getattr(model, "can_generate", bool)() and _has_head(model) and not is_alone
+
+
+def _has_head(model: Any) -> bool:
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    return find() is not None and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def chunk_loss(model: nn.Module, recorder: Any) -> None:
+    """Let a model compute its loss in pieces, in place, as TRL's `add_fused_lm_head` does."""
+    if not _has_head(model):
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder with a head for words, whose loss could be computed in chunks. "
+            'Use loss="full".'
+        )
+
+    def forward(self: Any, *args: Any, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        is_shifted = kwargs.pop("shift_labels", None) is not None  # of ranks that share rows
+        kwargs.pop("num_items_in_batch", None)
+        hidden = self.base_model(*args, **kwargs)[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: setattr(recorder, "in_loss", False))
+        recorder.in_loss = True
+        labels = labels if is_shifted else labels[:, 1:]
+        mask = labels != -100
+        hidden = (hidden if is_shifted else hidden[:, :-1]).reshape(-1, hidden.shape[-1])
+        head = self.get_output_embeddings()
+        log_probs: torch.Tensor = _LogProbs.apply(hidden, head.weight, head.bias, recorder)  # type: ignore[no-untyped-call]
+        log_probs = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
+        return {"loss": -log_probs.sum() / mask.sum().clamp(min=1)}
+
+    model.forward = MethodType(forward, model)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Logarithms of the probabilities of labels, in the memory and with the products of TRL's function."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, recorder: Any) -> torch.Tensor:
+        ctx.recorder = recorder
+        ctx.save_for_backward(hidden, weight, bias)
+        log_z = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        with _all_pieces(hidden, weight, recorder) as (part, rows, columns):
+            torch.mm(hidden[rows], weight[columns].t(), out=part)
+            torch.sum(part, dim=-1, dtype=torch.float32, out=log_z[rows])  # all statistics in one kernel
+        return log_z.log()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        hidden, weight, bias = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = (
+            torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        with _all_pieces(hidden, weight, ctx.recorder) as (part, rows, columns):
+            ctx.recorder.again = True
+            torch.mm(hidden[rows], weight[columns].t(), out=part)
+            ctx.recorder.again = False
+            part.neg_()  # logits become their gradients in place
+            if of_hidden is not None:
+                _add_product(of_hidden[rows], part, weight[columns])
+            if of_weight is not None:
+                _add_product(of_weight[columns], part.t(), hidden[rows])
+        gradients = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
+        return (*(None if grad is None else grad.to(like.dtype) for grad, like in gradients), None)
+
+
+@contextmanager
+def _all_pieces(
+    hidden: torch.Tensor, weight: torch.Tensor, recorder: Any
+) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+    """The memory of one piece of logits with its tokens and its words, whose work counts as that of all pieces."""
+    tokens, words = min(hidden.shape[0], TOKENS), min(weight.shape[0], _WORDS)
+    tile = hidden.new_empty(tokens, _WORDS)
+    recorder.times = hidden.shape[0] * weight.shape[0] / (tokens * words)
+    yield tile[:, :words], slice(0, tokens), slice(0, words)
+    recorder.times = 1
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product to a sum in fp32 without memory beside it, as cuBLAS does."""
+    torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])

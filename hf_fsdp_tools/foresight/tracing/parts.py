@@ -1,7 +1,5 @@
 """Layers and experts that ranks share (`tp_size`, `ep_size`), on tensors without data: this rank's part of each weight,
-and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`; `extensions.tensor_parallel`
-installs them in a real run). Each rank's experts get as many tokens as those of any other.
-"""
+and what it exchanges, as transformers' styles do it (5.23). Each rank's experts get as many tokens as any other's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +14,13 @@ from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, checked_rules, di
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 
-_TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts")
-"""Styles whose input is whole, so that each rank has a part of its gradient."""
-
-_GIVE_SUMS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce")
-"""Styles whose output is a sum over ranks."""
-
-_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")  # Styles whose output is gathered
+_STYLES = {
+    "take whole": ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts"),
+    "give sums": ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce"),
+    "gather": ("colwise_rep", "colwise_gather_output", "embedding_colwise"),
+}
+"""Styles whose input is whole, so that each rank has a part of its gradient; whose output is a sum over ranks, or is
+gathered. The others exchange next to nothing."""
 
 
 def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
@@ -39,8 +37,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
             add_to_note(modules[name], style=way, is_dispatched=style == DISPATCH)
             continue
         owner, _, own = name.rpartition(".")
-        dims = divided_dims(style, name, modules[owner]._parameters[own].dim())
-        if dims:
+        if dims := divided_dims(style, name, modules[owner]._parameters[own].dim()):
             parallel = {**note_of(modules[owner]).parallel, own: (dims[0], sizes[kind])}
             add_to_note(modules[owner], parallel=parallel)
 
@@ -58,8 +55,7 @@ def cut_parts(model: nn.Module) -> None:
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, (dim, size) in note_of(module).parallel.items():
-            whole = module._parameters[name]
-            if whole is None:
+            if (whole := module._parameters[name]) is None:
                 continue
             if whole not in parts:
                 part = torch.empty_like(whole.chunk(size, dim)[0], memory_format=torch.contiguous_format)
@@ -84,30 +80,26 @@ def follow_parts(model: Any) -> None:
 def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
     if style == DISPATCH:
         module.forward = partial(_dispatched, module.forward, setup=setup)
-    elif style in {*_TAKE_WHOLE, *_GIVE_SUMS, *_GATHER}:  # the others exchange next to nothing
-        module.forward = partial(_exchanging, module.forward, style=style, size=setup.tp_size)
+    elif ways := {way for way, styles in _STYLES.items() if style in styles}:
+        size = setup.tp_size
 
+        def exchanging(inner: Callable[..., Any], first: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+            first = first.chunk(size, -1)[0] if style == "rowwise_split_input" else first
+            if "take whole" in ways:
+                needs = [isinstance(each, torch.Tensor) and each.requires_grad for each in rest]
+                first = _summed_back(first)
+                rest = tuple(_summed_back(each) if need else each for each, need in zip(rest, needs, strict=True))
+            output = inner(first, *rest, **kwargs)
+            output = _exchange(output, _all_reduce, torch.Tensor.detach) if "give sums" in ways else output
+            there, back = (partial(way, dim=-1, size=size) for way in (_all_gather, _chunk))
+            return _exchange(output, there, back) if "gather" in ways else output
 
-def _exchanging(
-    inner: Callable[..., Any], first: torch.Tensor, *rest: Any, style: str, size: int, **kwargs: Any
-) -> Any:
-    if style == "rowwise_split_input":
-        first = first.chunk(size, -1)[0]
-    if style in _TAKE_WHOLE:
-        needs = [isinstance(each, torch.Tensor) and each.requires_grad for each in rest]
-        first = _summed_back(first)
-        rest = tuple(_summed_back(each) if need else each for each, need in zip(rest, needs, strict=True))
-    output = inner(first, *rest, **kwargs)
-    output = _summed(output) if style in _GIVE_SUMS else output
-    return _gathered(output, -1, size) if style in _GATHER else output
+        module.forward = partial(exchanging, module.forward)
 
 
 def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any, *, setup: TrainingSetup) -> Any:
-    """Experts of this rank on tokens of all ranks of the group.
-
-    As `AllReduceEP` where the group is the one that shares layers, of as many routes as reach this rank; otherwise as
-    `AllToAllEP`, where each rank of those that share rows sends a part of them.
-    """
+    """Experts of this rank on tokens of all ranks of the group: as `AllReduceEP` where the group is the one that shares
+    layers, of as many routes as reach this rank; otherwise as `AllToAllEP`."""
     tp_size = setup.tp_size
     if setup.ep_size == tp_size:
         tokens, chosen = index.shape
@@ -115,9 +107,9 @@ def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any
         rows = max(1, tokens * chosen // (setup.ep_size * routes))
         whole, weights = _summed_back(hidden), _summed_back(weights)
         output = inner(whole[:rows], index[:rows, :routes], weights[:rows, :routes])
-        return _summed(functional.pad(output, (0, 0, 0, tokens - rows)))
+        return _exchange(functional.pad(output, (0, 0, 0, tokens - rows)), _all_reduce, torch.Tensor.detach)
+    own, whole_again = partial(_chunk, dim=0, size=tp_size), partial(_all_gather, dim=0, size=tp_size)
     if tp_size > 1:
-        own, whole_again = partial(_chunk, dim=0, size=tp_size), partial(_all_gather, dim=0, size=tp_size)
         hidden, index, weights = (_exchange(each, own, whole_again) for each in (hidden, index, weights))
     tokens, routes = index.shape
     order = index.reshape(-1).argsort()
@@ -127,7 +119,7 @@ def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any
     sorted_back = torch.empty_like(returned)
     sorted_back[order] = returned
     result = (sorted_back.view(tokens, routes, -1) * weights.unsqueeze(-1)).sum(dim=1)
-    return _gathered(result, 0, tp_size) if tp_size > 1 else result
+    return _exchange(result, whole_again, own) if tp_size > 1 else result
 
 
 def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -153,19 +145,9 @@ class _Exchange(torch.autograd.Function):
 _exchange: Callable[..., Any] = _Exchange.apply
 
 
-def _summed(tensor: torch.Tensor) -> Any:
-    """A sum over ranks."""
-    return _exchange(tensor, _all_reduce, torch.Tensor.detach)
-
-
 def _summed_back(tensor: torch.Tensor) -> Any:
     """A tensor whose gradient is summed over ranks."""
     return _exchange(tensor, torch.Tensor.detach, _all_reduce)
-
-
-def _gathered(tensor: torch.Tensor, dim: int, size: int) -> Any:
-    """The parts of all ranks, joined."""
-    return _exchange(tensor, partial(_all_gather, dim=dim, size=size), partial(_chunk, dim=dim, size=size))
 
 
 def _chunk(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -151,8 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
-        sizes = scratch(func, args, on_cuda=self.on_cuda)
-        taken = [self._append(num_bytes, "temporaries") for num_bytes in sizes if num_bytes]
+        taken = [self._append(size, "temporaries") for size in scratch(func, args, on_cuda=self.on_cuda) if size]
         self.events += [Free(number) for number in reversed(taken)]
         return result
 
@@ -160,19 +159,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Count what `torch.compile` keeps of a block: AOTAutograd's cut computes again the result of an activation
         function that is multiplied on, and of a copy in another dtype keeps the narrower side. (So were two blocks of
         Llama measured on an H200: I + 4 H per token less, with LoRA I + 2 H.)"""
-        kept: list[tuple[torch.Tensor, int]] = []
-        if name == "_to_copy" and self._made_by(made[0]) == name:
-            kept = [(made[0], inputs[0].nbytes if made[0].nbytes > inputs[0].nbytes else 0)]
-        elif name == "mul":
-            gates = [each for each in inputs if isinstance(each, torch.Tensor)]
-            kept = [(each, 0) for each in gates if self._made_by(each) in ("silu", "gelu")]
-        for tensor, num_bytes in kept:
-            self._change(self._blocks[tensor.untyped_storage()._cdata], num_bytes=num_bytes)
-
-    def _made_by(self, tensor: torch.Tensor) -> str:
-        """The operator that took a tensor's memory."""
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
-        return "" if block is None else self._alloc(block).source.rpartition("aten.")[2].partition(".")[0]
+        makers = {"_to_copy": ("_to_copy",), "mul": ("silu", "gelu")}.get(name, ())
+        for tensor in made if name == "_to_copy" else tensors_in(inputs) if makers else ():
+            block = self._blocks.get(tensor.untyped_storage()._cdata)
+            if block is None or self._alloc(block).source.rpartition("aten.")[2].partition(".")[0] not in makers:
+                continue
+            narrow = inputs[0].nbytes if name == "_to_copy" and tensor.nbytes > inputs[0].nbytes else 0
+            self._change(block, num_bytes=narrow)
 
     def _alloc(self, block: _Block) -> Alloc:
         taken = self.events[block.place]

@@ -1,14 +1,13 @@
 """Which blocks of a model repeat, the model and the plan with few of them, and its events at full depth.
 
 Blocks repeat, alone or in periods (five local layers and a global one). The short model has the first blocks that
-differ, a few periods, and what is left over. The events of one period stand for those of the periods that were left
-out, where two neighbouring periods have equal events, of forward and of backward pass, down to each byte and to the
-order in which memory is given back.
+differ, a few periods, and what is left over. The events of one period stand for those that were left out, where two
+neighbouring periods have equal events, down to each byte and to the order in which memory is given back.
 """
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -120,7 +119,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def short_copy(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
-    """A copy of a model, and of its configurations, with those blocks of the stacks that are run."""
+    """A copy of a model with those blocks of the stacks that are run, and with configurations of its own, cut alike."""
     containers = {stack: model.get_submodule(stack.container) for stack in stacks}
     whole = {stack: container._modules for stack, container in containers.items()}
     try:
@@ -131,47 +130,34 @@ def short_copy(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
     finally:
         for stack, container in containers.items():
             container._modules = whole[stack]
-    _copy_configs(twin, stacks)
-    return twin
-
-
-def _copy_configs(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Give a copy of a model configurations of its own, whose lists with an entry for each block are cut."""
-    configs = {id(config): config for config in configs_of(model)}
-    copies = {key: copy.copy(config) for key, config in configs.items()}  # some models write into theirs
+    copies: dict[int, Any] = {}
+    for module in twin.modules():  # some models write into theirs
+        if (config := module.__dict__.get("config")) is not None:
+            module.__dict__["config"] = copy.deepcopy(config, copies)
     for stack in stacks:
-        owner = model.get_submodule(stack.container.rpartition(".")[0])
-        config = owner.__dict__.get("config")
+        config = twin.get_submodule(stack.container.rpartition(".")[0]).__dict__.get("config")
         for key, value in vars(config).items() if config is not None else ():
             if isinstance(value, list | tuple) and len(value) == stack.size:
-                copies[id(config)].__dict__[key] = type(value)(value[index] for index in stack.indices)
-    for config in copies.values():
-        for key in getattr(config, "sub_configs", ()):
-            if id(part := config.__dict__.get(key)) in copies:
-                config.__dict__[key] = copies[id(part)]
-    for module in model.modules():
-        if (config := module.__dict__.get("config")) is not None:
-            module.__dict__["config"] = copies[id(config)]
+                config.__dict__[key] = type(value)(value[index] for index in stack.indices)
+    return twin
 
 
 def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
     """The plan of the short model."""
 
-    def place(name: str) -> str | None:
-        for stack in stacks:
-            if (found := stack.place_of(name)) is not None:
-                at, rest = found
-                return f"{stack.container}.{stack.indices.index(at)}{rest}" if at in stack.indices else None
-        return name
+    def renamed(names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            found = next(((stack, *place) for stack in stacks if (place := stack.place_of(name)) is not None), None)
+            if found is None:
+                yield name
+            elif found[1] in found[0].indices:
+                yield f"{found[0].container}.{found[0].indices.index(found[1])}{found[2]}"
 
-    def renamed(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(own for name in names if (own := place(name)) is not None)
+    units = (replace(unit, modules=tuple(renamed(unit.modules))) for unit in plan.units)
+    return replace(
+        plan, units=tuple(unit for unit in units if unit.modules), replicated=tuple(renamed(plan.replicated))
+    )
 
-    units = (replace(unit, modules=renamed(unit.modules)) for unit in plan.units)
-    return replace(plan, units=tuple(unit for unit in units if unit.modules), replicated=renamed(plan.replicated))
-
-
-# ---- events of the full depth ----
 
 _Segment = tuple[str, Literal["forward", "backward"], int]  # Stack, pass, period
 
@@ -202,8 +188,7 @@ class _Expansion:
         if any(end <= start for start, end in bare) or any(a[1] > b[0] for a, b in pairwise(bare)):
             raise _NotAlikeError
         self._home: dict[int, tuple[_Segment, int]] = {}
-        """The segment of memory that a period takes, and its place counted from the end, since the first block may
-        begin otherwise (hidden states in fp32 are cast by the others)."""
+        """The segment of memory that a period takes, and its place from the end: the first block begins otherwise."""
         for key, (start, end) in self._spans.items():
             taken = [event.block for event in events[start:end] if isinstance(event, Alloc)]
             self._home.update({block: (key, place - len(taken)) for place, block in enumerate(taken)})
@@ -218,18 +203,14 @@ class _Expansion:
         is_there = {("after_forward", lasts[-1]), *needed} <= self._marks.keys()
         if not is_there or any(len(self._marks[each]) != 1 for each in needed[: stack.kept]):
             raise _NotAlikeError
-        starts = [self._marks["before_forward", each][0] for each in firsts]
         end = self._marks["after_forward", lasts[-1]][0] + 1
-        while isinstance(event := self._events[end], Free | Mark):  # what it was called with is given back
-            if isinstance(event, Mark) and event.where != "after_forward":
-                break
-            end += 1
-        for period, span in enumerate(pairwise([*starts, end])):
+        while isinstance(event := self._events[end], Free) or getattr(event, "where", "") == "after_forward":
+            end += 1  # what it was called with is given back
+        starts = [self._marks[each][0] for each in needed]
+        ended = self._marks.get(("after_backward", firsts[0]), [len(self._events) - 1])[-1] + 1
+        for period, span in enumerate(pairwise([*starts[: stack.kept], end])):
             self._spans[stack.container, "forward", period] = span
-        starts = [self._marks["before_backward", each][0] for each in lasts]
-        ended = self._marks.get(("after_backward", firsts[0]))
-        for period, start in enumerate(starts):
-            end = starts[period - 1] if period else ended[-1] + 1 if ended else len(self._events)
+        for period, (end, start) in enumerate(pairwise([ended, *starts[stack.kept :]])):
             self._spans[stack.container, "backward", period] = start, end
 
     def run(self) -> list[Event]:
@@ -256,38 +237,32 @@ class _Expansion:
         more = self._stacks[container].periods - self._stacks[container].kept
         if period == 1:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
-        return (0,) if period == 0 else (more,)
+        return (more if period else 0,)
 
     def _moved(self, event: Any, key: _Segment | None, shift: int) -> Event:
         """An event with the number of its memory and its name replaced."""
         kind, changes = type(event), dict[str, Any]()
         if kind is not Work and kind is not Mark:
-            changes["block"] = self._number(event.block, key, shift)
+            final: object = event.block
+            if (home := self._home.get(event.block)) is not None:
+                (container, direction, period), place = home
+                final = container, direction, self._final(container, period, key, shift), place
+            changes["block"] = self._numbers.setdefault(final, len(self._numbers) + 1)
         if (field := _NAMES.get(kind)) is not None:
-            place = (fqn := getattr(event, field), key, shift)
-            if (name := self._names.get(place)) is None:
-                name = self._names[place] = self._name(*place)
-            changes |= {field: name} if name != fqn else {}
+            named = (fqn := getattr(event, field), key, shift)
+            if named not in self._names:
+                self._names[named] = self._name(*named)
+            changes |= {field: self._names[named]} if self._names[named] != fqn else {}
         moved: Event = replace(event, **changes) if changes else event
         return moved
-
-    def _number(self, block: int, key: _Segment | None, shift: int) -> int:
-        final: object = block
-        if (home := self._home.get(block)) is not None:
-            (container, direction, period), place = home
-            final = container, direction, self._final(container, period, key, shift), place
-        return self._numbers.setdefault(final, len(self._numbers) + 1)
 
     def _final(self, container: str, period: int, key: _Segment | None, shift: int) -> int:
         """The period of the full model that an event speaks of."""
         stack = self._stacks[container]
-        if key is not None and key[0] == container:
-            if abs(period - key[2]) > 1:
-                raise _NotAlikeError
-            return period + shift
-        if period not in (0, stack.kept - 1):
+        is_inside = key is not None and key[0] == container
+        if (abs(period - key[2]) > 1) if key and is_inside else period not in (0, stack.kept - 1):
             raise _NotAlikeError
-        return period if period == 0 else stack.periods - 1
+        return period + (shift if is_inside else (stack.periods - stack.kept) * (period > 0))
 
     def _name(self, fqn: str, key: _Segment | None, shift: int) -> str:
         for container, stack in self._stacks.items():
