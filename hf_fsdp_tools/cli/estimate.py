@@ -190,6 +190,12 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
     return {"version": version("hf-fsdp-tools"), "model": options.model, "digest": digest, **value}
 
 
+def _fits(each: Estimate) -> str:
+    if not each.memory.fits:
+        return "no"
+    return "yes" if each.memory.spare_bytes >= 0 else "slowly"
+
+
 def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:
     """One row per figure, one column per wrapping."""
     every = list(estimates.values())
@@ -200,7 +206,7 @@ def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> li
         rows.append((title, *("-" if only_fitting and not each.memory.fits else shown(each) for each in every)))
 
     row("memory per GPU", lambda each: show_bytes(each.memory.total))
-    row(f"fits in {show_bytes(every[0].memory.limit_bytes)}", lambda each: "yes" if each.memory.fits else "no")
+    row(f"fits in {show_bytes(every[0].memory.limit_bytes)}", _fits)
     row("peak stands in", lambda each: each.memory.peak_phase)
     most = {kind: max(each.memory.at_peak.get(kind, 0) for each in every) for kind in kinds}
     shown = [kind for kind in kinds if most[kind] >= 0.001 * every[0].memory.limit_bytes]
