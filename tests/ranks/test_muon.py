@@ -87,12 +87,12 @@ def by_torch(folder: Path, dtype: Any = None, **options: Any) -> dict[str, torch
     return full_parameters(model)
 
 
+TORCHS_RATE = {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "sharded": (2, "llama", {}, {}),
-    "torch's rate": (2, "llama", {}, {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}),
     "bf16": (2, "llama", {"dtype": torch.bfloat16}, {}),
     "experts": (2, "mixtral", {}, {"bucket_bytes": 10_000}),
-    "transposed": (2, "gpt2", {}, {}),
+    "transposed, at torch's rate": (2, "gpt2", {}, TORCHS_RATE),
     "whole": (2, "llama", {"policy": HybridPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
     "uneven": (3, "deepseek_v3", {}, {"bucket_bytes": 5_000}),
     "empty": (3, "tied", {}, {}),
