@@ -2,6 +2,7 @@
 GPUs. Checkpoints that are read alone are made once. No test leaves a process group, Accelerate's state, variables of
 the environment, or silence, to the next."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
 
 pytest_plugins = ["tests.support"]
+gc.disable()  # until all is imported, of which nothing goes away
 # As ranks have it: at these sizes a second thread waits more than it helps.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 hide_gpus()
@@ -56,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     in_order(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no later collection looks through imports
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers() -> int:

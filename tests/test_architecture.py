@@ -81,9 +81,12 @@ def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
+tree_of = cache(ast.parse)  # of a text
+
+
 def docstring_lines(text: str) -> int:
     """Lines of the strings that stand alone as statements: docstrings, of attributes too."""
-    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [node.value for node in ast.walk(tree_of(text)) if isinstance(node, ast.Expr)]
     return sum(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for node in strings
@@ -137,19 +140,18 @@ def print_sizes(root: Path) -> None:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(tree_of(path.read_text()))]
 
 
 @cache
 def imports(path: Path) -> set[str]:
     """Modules of the package that a file imports, anywhere in it, except for type checking only."""
-    tree = ast.parse(path.read_text())  # a tree of its own, for it is changed
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    blocks = [n for n in nodes(path) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    left_out = {id(node) for block in blocks for each in block.body for node in ast.walk(each)}
+    found = [node for node in nodes(path) if id(node) not in left_out]
+    names = {node.module or "" for node in found if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in found if isinstance(node, ast.Import) for alias in node.names}
     return {name.partition(".")[2] for name in names if name.startswith("hf_fsdp_tools.")}
 
 
@@ -208,9 +210,8 @@ OF_PEFT += ("proof.compare",)
 
 def test_only_integrations_imports_accelerate_and_the_trainer():
     for name, path in modules().items():
-        tree = parsed(path)
-        roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-        roots |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+        roots = {n.module.split(".")[0] for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module}
+        roots |= {alias.name.split(".")[0] for n in nodes(path) if isinstance(n, ast.Import) for alias in n.names}
         assert ("accelerate" in roots) <= name.startswith("integrations"), name
         if room_of(name) == "scripting":  # for recipes, which have the three installed
             continue
@@ -310,7 +311,7 @@ NOT_ONLY_FSDPS = {"_modules", "_device", "sharded_state"}
 def private_names(path: Path) -> set[str]:
     """Every name that the code of a file uses; what docstrings say does not count."""
     names: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             names.add(node.attr)
         elif isinstance(node, ast.Name):

@@ -129,9 +129,14 @@ def real_weights_that_see_a_part() -> None:
 
 
 def test_what_usual_rows_do_not_show() -> None:
-    cases = {f"angles, {dims}": partial(angles_that_follow_the_length, dims) for dims in (CP, TP)}
+    cases = {"angles": partial(angles_that_follow_the_length, CP)}
     others = (
         logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, copies, routers_of_padded_rows,
         labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases | named(*others))
+
+
+@pytest.mark.nightly
+def test_angles_follow_the_length_where_ranks_share_layers() -> None:
+    run_ranks(angles_that_follow_the_length, 2, TP)

@@ -87,12 +87,12 @@ def by_torch(folder: Path, dtype: Any = None, **options: Any) -> dict[str, torch
     return full_parameters(model)
 
 
+TORCHS_RATE = {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "sharded": (2, "llama", {}, {}),
-    "torch's rate": (2, "llama", {}, {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}),
     "bf16": (2, "llama", {"dtype": torch.bfloat16}, {}),
     "experts": (2, "mixtral", {}, {"bucket_bytes": 10_000}),
-    "transposed": (2, "gpt2", {}, {}),
+    "transposed, at torch's rate": (2, "gpt2", {}, TORCHS_RATE),
     "whole": (2, "llama", {"policy": HybridPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
     "uneven": (3, "deepseek_v3", {}, {"bucket_bytes": 5_000}),
     "empty": (3, "tied", {}, {}),
@@ -312,7 +312,8 @@ def others_step_shards_and_keep_their_state(names: Sequence[str], found: Any, fo
 
 # ---- all of it, by the number of ranks ----
 
-OTHERS = ("AdamW8bit", "schedulefree", "modes")
+OTHERS = ("modes",)
+RARE_OTHERS = ("AdamW8bit", "AdamW4bit", "schedulefree")
 
 
 @pytest.mark.shows("Muon", "FSDP2")
@@ -346,9 +347,9 @@ def test_steps_on_other_layouts(ranks, names, checkpoints, tmp_path):
 
 
 @pytest.mark.nightly
-def test_optimizers_of_four_bits(checkpoints, tmp_path):
-    found = run_ranks(run_cases, 2, {"resumed": partial(resumed, ("AdamW4bit",))}, checkpoints, tmp_path)
-    others_step_shards_and_keep_their_state(("AdamW4bit",), found, checkpoints["tied"])
+def test_optimizers_of_other_libraries(checkpoints, tmp_path):
+    found = run_ranks(run_cases, 2, {"resumed": partial(resumed, RARE_OTHERS)}, checkpoints, tmp_path)
+    others_step_shards_and_keep_their_state(RARE_OTHERS, found, checkpoints["tied"])
 
 
 def test_optimizers_of_others_that_cannot_step_shards_are_refused():

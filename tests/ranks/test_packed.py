@@ -432,12 +432,14 @@ def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
 
 SAVED = ("fp8 experts", "compressed int4", "compressed nvfp4", "gptq experts")
 CASES = named(
-    generated_and_copied, a_new_model_is_plain, refused, new_words, frozen_bytes_in_an_optimizer_are_left_alone,
-    train_and_save, grpo, nothing_to_train, checkpoints_that_do_not_fit, adapters_do_not_go_into_bytes,
+    generated_and_copied, a_new_model_is_plain, refused, frozen_bytes_in_an_optimizer_are_left_alone,
+    train_and_save, nothing_to_train, checkpoints_that_do_not_fit, adapters_do_not_go_into_bytes,
 )  # fmt: skip
 CASES |= {"bytes": partial(bytes_of_a_unit, SAVED[2:3]), "saved": partial(saved_as_stored, SAVED[1:3])}
 CASES |= {"rows": partial(new_rows, "fp8"), "prompts": partial(prompts, "PREFIX_TUNING")}
-RARE = named(recomputed_offloaded_and_copied, compiled, generates_between_steps, one_kernel_for_a_matrix)
+RARE = named(
+    recomputed_offloaded_and_copied, compiled, generates_between_steps, one_kernel_for_a_matrix, new_words, grpo,
+)  # fmt: skip
 RARE["saved"] = partial(saved_as_stored, [*(kind for kind in KINDS if kind not in SAVED[1:3]), "mxfp4"])
 RARE["bytes"] = partial(bytes_of_a_unit, ["fp8 of 128 x 128", "gptq experts"])
 RARE |= {"rows": partial(new_rows, "compressed int4"), "prompts": partial(prompts, "PROMPT_TUNING")}

@@ -88,17 +88,17 @@ def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
-def layout_trains(kind, dims, parent, settings=STEPS[0], num_steps=2, **options):
-    """Accumulation, clipping and steps of an optimizer; every weight after two steps."""
+def layout_trains(kind, dims, parent, settings=STEPS[0], **options):
+    """Accumulation, clipping and steps of an optimizer; every weight after two steps, one of two micro-batches."""
     step_kinds_apart()
     folder = folder_of(kind, parent)
     model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}, **options).train()
     plain = AutoModelForCausalLM.from_pretrained(folder).train()
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
-    for step in range(num_steps):
-        for part in range(num_steps):
-            everyone, mine = rows(dims, 2 * step + part)
+    for parts in ((0, 1), (2,)):
+        for part in parts:
+            everyone, mine = rows(dims, part)
             loss = model(input_ids=mine, labels=mine, use_cache=False).loss
             loss.backward()
             losses = [plain(input_ids=each[None], labels=each[None]).loss for each in everyone]
@@ -310,7 +310,7 @@ def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[flo
 @pytest.mark.shows("activation checkpointing", "offload", "tp", "ep")
 @pytest.mark.shows("offload", "tp", "ep")
 @fast_and_nightly(
-    lambda kinds, options, steps: in_turn(kinds[::2], options, [*steps, *steps[1:] * 2]), KINDS, list(OPTIONS), STEPS
+    lambda kinds, options, steps: in_turn(kinds[:6:2], options, [*steps, *steps[1:]]), KINDS, list(OPTIONS), STEPS
 )
 def test_two_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 2, trainings(combinations, tmp_path))

@@ -382,7 +382,7 @@ def _goes_on(make, folder, **settings):
     """Three steps with a checkpoint at the second, and the last again by another trainer; both must be the same."""
     first = _trainer(make(), folder, save_steps=2, eval_steps=2, **settings)
     first.train()
-    second = _trainer(make(), folder, save_strategy="no", eval_steps=2)
+    second = _trainer(make(), folder, save_strategy="no", eval_strategy="no")
     second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert len(logged(second)) == 3 and logged(second)[-1:] == logged(first)[-1:]
     return first

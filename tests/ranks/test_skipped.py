@@ -158,7 +158,8 @@ def train_on_towers(
 
 def run_towers(cases: dict[str, Any], folder: Path, frozen: list[str]) -> Any:
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
-    runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
+    if len(frozen) > 1:
+        runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
     runs["llava, loss of its logits"] = partial(train_on_towers, *cases["llava"], of_logits=True)
     for part in frozen:
         runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
@@ -199,7 +200,7 @@ def trains_in_a_trainer(
     """Rows with an image on rank 0 only, two of them a step; evaluated on the same."""
     batch = steps[0][dist.get_rank()]
     model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
-    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 1}
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 1}
     settings |= {"per_device_train_batch_size": 1, "learning_rate": 1e-3}
     trainer = ShardedTrainer(
         model=model, args=arguments(out, **settings), train_dataset=[{"number": i} for i in range(16)],
@@ -209,7 +210,7 @@ def trains_in_a_trainer(
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < first
     moved = apart(full_parameters(trainer.model), full_parameters(kind.from_pretrained(folder)))
-    assert 1e-4 < moved < 1e-2  # three steps of Adam, each of at most the learning rate
+    assert 1e-4 < moved < 1e-2  # two steps of Adam, each of at most the learning rate
 
 
 def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:

@@ -249,8 +249,8 @@ def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "worlds",
     [
-        pytest.param({3: (models, adapters), 1: (names, refusals)}, id="usual"),
-        pytest.param({1: (models, adapters), 3: (names, refusals)}, marks=pytest.mark.nightly, id="others"),
+        pytest.param({3: (models,), 1: (names, adapters, refusals)}, id="usual"),
+        pytest.param({1: (models,), 3: (names, adapters, refusals)}, marks=pytest.mark.nightly, id="others"),
     ],
 )
 def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, worlds: Any) -> None:

@@ -119,7 +119,7 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
 # ---- the trainers, a plain model and one of from_pretrained ----
 
 ROUTES = ("plain", "sharded", "shared rows")
-FAST = ("sft, plain", "sft, shared rows", "dpo, sharded", "reward, sharded")
+FAST = ("sft, shared rows", "dpo, sharded", "reward, sharded")  # and a plain one below: `given_plain`
 SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
 
 

@@ -1,5 +1,6 @@
 """`distill` and `embed` as a user trains with them, on two ranks; both equal one process of the library alone."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests._training import arguments, logged
 from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
 
-trl = pytest.importorskip("trl")
-sentence_transformers = pytest.importorskip("sentence_transformers")
+pytest.importorskip("trl")
+if find_spec("sentence_transformers") is None:  # which only the worker that runs these tests imports
+    pytest.skip("sentence-transformers is not installed", allow_module_level=True)
 
 STEPS = 2
 
@@ -66,6 +68,7 @@ def runs(tmp_path_factory) -> Series:
 
 def saved_bert(model: str, target: Any) -> str:
     """An encoder as sentence-transformers saves it, with a pooling of its own, and a normalisation behind it."""
+    from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
@@ -77,7 +80,7 @@ def saved_bert(model: str, target: Any) -> str:
     plain.save_pretrained(target)
     tokenizer.save_pretrained(target)
     modules = [Transformer(str(target)), Pooling(32, pooling_mode="max"), Normalize()]
-    sentence_transformers.SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(target))
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(target))
     return str(target)
 
 
@@ -104,18 +107,22 @@ def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
 
 
 def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
+    from sentence_transformers import SentenceTransformer
+
     losses = runs.log("embed", "eval_loss")
     assert losses[-1] < losses[0] - 0.1 and "found first" in runs.of("embed")
     for name in ("embed", "encoder"):
-        opened = sentence_transformers.SentenceTransformer(str(runs.folder / name), device="cpu")
+        opened = SentenceTransformer(str(runs.folder / name), device="cpu")
         check_embeddings(runs, name, opened)
     assert [type(module).__name__ for module in opened] == ["Transformer", "Pooling", "Normalize"]
 
 
 def test_an_adapter_of_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
+    from sentence_transformers import SentenceTransformer
+
     losses = runs.log("embed-lora", "eval_loss")
     assert losses[-1] < losses[0]
-    opened = sentence_transformers.SentenceTransformer(str(runs.folder / "embed-lora"), device="cpu")
+    opened = SentenceTransformer(str(runs.folder / "embed-lora"), device="cpu")
     check_embeddings(runs, "embed-lora", opened)
 
 
@@ -127,6 +134,7 @@ def check_embeddings(runs: Series, name: str, opened: Any) -> None:
 
 
 def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(runs, tmp_path):
+    import sentence_transformers
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     found = runs.log("encoder", "loss")

@@ -37,7 +37,7 @@ STEPS = 2
 
 def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     options = ["--max_steps", "4", "--per_device_train_batch_size", "2", "--max_length", "64", "--save_steps", "2"]
-    options += ["--logging_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0"]
+    options += ["--logging_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0", "--eval_strategy", "no"]
     options += ["--push_to_hub", "true", "--hub_model_id", "me/tuned"]
     with fake_hub({}, root=tmp_path / "hub") as hub:
         reached = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}

@@ -70,7 +70,7 @@ def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> hf.Traine
     return trl.SFTTrainer(model=loaded, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", ["finetune", pytest.param("classify", marks=pytest.mark.nightly)])
 def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, monkeypatch, recipe):
     model = str(base)
     if recipe == "classify":  # where a head is fresh, its values are ours
