@@ -20,13 +20,13 @@ from drawing import (
 )
 from models import CONFIGS
 
-from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.efficiency import Durations, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.plots import draw_losses, save
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -79,8 +79,8 @@ def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
 
 def forecast(wrapping: Any) -> Forecast:
     """One step of Llama-3.1-8B."""
-    fields: dict[str, Any] = {"seq_len": 8192, "activation_checkpointing": True, "wrapping": wrapping}
-    return step_of(CONFIGS["Llama-3.1-8B"], TrainingSetup(num_gpus=8, gpu="h100-80gb", **fields))
+    fields: dict[str, Any] = {"max_length": 8192, "activation_checkpointing": True, "wrapping": wrapping}
+    return step_of(CONFIGS["Llama-3.1-8B"], TrainingSetup(num_processes=8, gpu="h100-80gb", **fields))
 
 
 def durations(setup: TrainingSetup) -> Durations:

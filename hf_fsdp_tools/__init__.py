@@ -4,7 +4,8 @@
 
     model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads only its own bytes
 
-The names below are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package
+The names below, those of `hf_fsdp_tools.steps` (the single steps of `from_pretrained`), `scripting`, `testing` and
+`extensions.fsdp1` are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package
 imports nothing else: each name loads its module at first use, so accelerate, transformers and torch come when they are
 needed.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.background import wait_for_saves as wait_for_saves
     from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
     from hf_fsdp_tools.distributed.mesh import ParallelDims as ParallelDims
-    from hf_fsdp_tools.distributed.rounds import patience as patience
+    from hf_fsdp_tools.distributed.rounds import rank_timeout as rank_timeout
     from hf_fsdp_tools.errors import CheckpointError as CheckpointError
     from hf_fsdp_tools.errors import ConfigError as ConfigError
     from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
@@ -28,18 +29,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
     from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
-    from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
-    from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
+    from hf_fsdp_tools.integrations.config import LaunchConfig as LaunchConfig
+    from hf_fsdp_tools.integrations.plugin import FSDPPlugin as FSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
-    from hf_fsdp_tools.loading.load import load_weights as load_weights
-    from hf_fsdp_tools.loading.opening import open_checkpoint as open_checkpoint
     from hf_fsdp_tools.loading.vocabulary import resize_token_embeddings as resize_token_embeddings
-    from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
-    from hf_fsdp_tools.planning.blocks import detect_blocks as detect_blocks
-    from hf_fsdp_tools.planning.make_plan import make_wrap_plan as make_wrap_plan
-    from hf_fsdp_tools.planning.plan import WrapPlan as WrapPlan
-    from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
+    from hf_fsdp_tools.planning.policy import WrapPolicy as WrapPolicy
     from hf_fsdp_tools.pretrained import from_config as from_config
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
     from hf_fsdp_tools.saving.export import export_checkpoint as export_checkpoint
@@ -47,10 +42,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
-    from hf_fsdp_tools.sharding.hf_interface import gathered_units as gathered_units
+    from hf_fsdp_tools.sharding.hf_interface import unsharded as unsharded
     from hf_fsdp_tools.sharding.replicated import clip_grad_norm_ as clip_grad_norm_
-    from hf_fsdp_tools.sharding.shard import parallelize_model as parallelize_model
-    from hf_fsdp_tools.sharding.shard import shard_model as shard_model
     from hf_fsdp_tools.sharding.sharding import Float8Policy as Float8Policy
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
 
@@ -58,34 +51,27 @@ _NAMES_OF = {
     "background": ("wait_for_saves",),
     "diagnostics.diagnosis": ("diagnose",),
     "distributed.mesh": ("ParallelDims",),
-    "distributed.rounds": ("patience",),
+    "distributed.rounds": ("rank_timeout",),
     "errors": ("CheckpointError", "ConfigError", "FSDPToolsError", "RanksError", "WrapPlanError"),
     "foresight.memory": ("estimate_memory",),
     "foresight.recommend": ("recommend_config",),
     "foresight.setup": ("TrainingSetup",),
     "foresight.throughput": ("estimate_throughput",),
-    "integrations.config": ("FSDPConfig",),
-    "integrations.plugin": ("HybridFSDPPlugin",),
+    "integrations.config": ("LaunchConfig",),
+    "integrations.plugin": ("FSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),
-    "loading.load": ("load_weights",),
-    "loading.opening": ("open_checkpoint",),
     "loading.vocabulary": ("resize_token_embeddings",),
-    "modeling.meta": ("build_meta_model",),
-    "planning.blocks": ("detect_blocks",),
-    "planning.make_plan": ("make_wrap_plan",),
-    "planning.plan": ("WrapPlan",),
-    "planning.policy": ("HybridPolicy",),
+    "planning.policy": ("WrapPolicy",),
     "pretrained": ("from_config", "from_pretrained"),
     "saving.export": ("export_checkpoint",),
     "saving.save": ("save_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "extensions.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
-    "sharding.hf_interface": ("gathered_units",),
+    "sharding.hf_interface": ("unsharded",),
     "sharding.replicated": ("clip_grad_norm_",),
     "sharding.sharding": ("Float8Policy",),
-    "sharding.shard": ("parallelize_model", "shard_model"),
     "streaming.live": ("live_weights",),
     "extensions.muon.muon": ("Muon",),
 }

@@ -55,7 +55,7 @@ class WrapPlanError(FSDPToolsError, ValueError):
 
     Example:
         >>> try:
-        ...     make_wrap_plan(build_meta_model("checkpoint"), policy=HybridPolicy(block_types=("LlamaDecoderLyer",)))
+        ...     make_wrap_plan(build_meta_model("checkpoint"), policy=WrapPolicy(block_types=("LlamaDecoderLyer",)))
         ... except WrapPlanError as error:
         ...     print(error)
         The policy does not fit the model:
@@ -92,7 +92,7 @@ class ConfigError(FSDPToolsError, ValueError):
 
     Example:
         >>> try:
-        ...     FSDPConfig(num_processes=8, dp_replicate_size=3)
+        ...     LaunchConfig(num_processes=8, dp_replicate_size=3)
         ... except ConfigError as error:
         ...     print(error)
         the configuration cannot be used: dp_replicate_size 3 does not divide num_processes 8...

@@ -26,7 +26,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.make_plan import plan_with_tree
-from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_adapter, with_modules_to_save
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_parallel
@@ -43,7 +43,7 @@ def from_pretrained(
     peft_config: Any = None,
     is_trainable: bool = False,
     auto_class: Any = None,
-    policy: HybridPolicy | None = None,
+    policy: WrapPolicy | None = None,
     mesh: DeviceMesh | None = None,
     distributed_config: Any = None,
     accelerator: Any = None,
@@ -89,7 +89,7 @@ def from_pretrained(
         auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
             `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
             trained with; of an adapter, that of its task or that it was made on.
-        policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`. The name or class of a block, or
+        policy: what becomes a unit; None means the accelerator's, or `WrapPolicy()`. The name or class of a block, or
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
             over all processes.
@@ -133,7 +133,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model.
-        RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `patience`).
+        RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `rank_timeout`).
         ConfigError, WrapPlanError, MeshError: as the steps say; all of these on all ranks alike.
 
     Example:
@@ -321,7 +321,7 @@ def _without_storage(
 def _planned(
     model: PreTrainedModel,
     accelerator: Any,
-    policy: HybridPolicy | None,
+    policy: WrapPolicy | None,
     compile: Any,
     settings: dict[str, Any],
     rules: Mapping[str, Any],

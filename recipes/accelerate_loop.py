@@ -126,7 +126,7 @@ def main() -> None:
             accelerator.save_state(f"{folder}/checkpoint-{step}")
 
     # 5. A normal Hugging Face checkpoint
-    save_pretrained(model, folder, tokenizer=tokenizer)
+    save_pretrained(model, folder, processing_class=tokenizer)
     accelerator.print(f"evaluation loss {before:.3f} before, {after:.3f} after; a checkpoint as any in {folder}")
     accelerator.end_training()
 

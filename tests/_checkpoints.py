@@ -27,9 +27,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_fsdp_tools import FSDPToolsError, build_meta_model, load_weights
+from hf_fsdp_tools import FSDPToolsError
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.proof.shrink import shrink
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 

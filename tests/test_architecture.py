@@ -22,7 +22,7 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 CORE = (
     "text", "errors", "doors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding",
-    "background", "loading", "streaming", "saving", "diagnostics", "pretrained",
+    "background", "loading", "streaming", "saving", "diagnostics", "pretrained", "steps",
 )  # fmt: skip
 """What runs without the rooms below, `extensions/` first of all."""
 
@@ -59,6 +59,7 @@ BUDGET = {
     "saving": (2735, 2285, 14, 2),
     "scripting": (2660, 2245, 12, 12),
     "sharding": (4535, 3750, 21, 8),
+    "steps": (25, 20, 1, 0),
     "stores": (500, 440, 1, 0),
     "streaming": (1110, 890, 7, 1),
     "testing": (240, 195, 1, 0),

@@ -20,7 +20,7 @@ class Size:
     heads: int
     key_heads: int
     vocabulary: int
-    seq_len: int
+    max_length: int
     batch_size: int
 
     @property
@@ -41,7 +41,7 @@ def _of_decoder(size: Size) -> dict[str, Any]:
     return {
         "vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.inner,
         "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.key_heads,
-        "head_dim": size.head_dim, "max_position_embeddings": max(4096, size.seq_len),
+        "head_dim": size.head_dim, "max_position_embeddings": max(4096, size.max_length),
     }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def _qwen3(size: Size) -> PreTrainedConfig:
 def _gemma3(size: Size) -> PreTrainedConfig:
     """Window and full attention in turn, large tied vocabulary."""
     sizes = _of_decoder(size) | {"num_hidden_layers": max(size.layers, 6)}
-    window = {"sliding_window": size.seq_len // 2, "query_pre_attn_scalar": size.head_dim}
+    window = {"sliding_window": size.max_length // 2, "query_pre_attn_scalar": size.head_dim}
     return hf.Gemma3TextConfig(**sizes, **window, tie_word_embeddings=True)
 
 
@@ -64,7 +64,7 @@ def _gpt2(size: Size) -> PreTrainedConfig:
     """Without dropout, whose masks have another dtype on CPUs."""
     sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads, "vocab_size": size.vocabulary}
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return hf.GPT2Config(**sizes, **none, n_positions=max(1024, size.seq_len), bos_token_id=1, eos_token_id=2)
+    return hf.GPT2Config(**sizes, **none, n_positions=max(1024, size.max_length), bos_token_id=1, eos_token_id=2)
 
 
 def _qwen3_moe(size: Size) -> PreTrainedConfig:
@@ -126,7 +126,7 @@ def _llava(size: Size) -> PreTrainedConfig:
 
 def _gemma3_vl(size: Size) -> PreTrainedConfig:
     """Images whose tokens attend to each other, in text of windows."""
-    text = _of_decoder(size) | {"sliding_window": size.seq_len // 2, "query_pre_attn_scalar": size.head_dim}
+    text = _of_decoder(size) | {"sliding_window": size.max_length // 2, "query_pre_attn_scalar": size.head_dim}
     vision = _vision(size)
     return hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
 
@@ -147,10 +147,12 @@ class Case:
     on: tuple[str, ...] = ("cpu", "cuda")
     """Devices that can run it."""
 
-    def sized(self, size: str, num_gpus: int) -> TrainingSetup:
+    def sized(self, size: str, num_processes: int) -> TrainingSetup:
         """The setup with the batch of a size."""
         dims = SIZES[size]
-        return TrainingSetup(**self.settings, num_gpus=num_gpus, batch_size=dims.batch_size, seq_len=dims.seq_len)
+        return TrainingSetup(
+            **self.settings, num_processes=num_processes, batch_size=dims.batch_size, max_length=dims.max_length
+        )
 
 
 CASES = (

@@ -60,15 +60,15 @@ def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
     return dict(run_ranks(counted_on_cuda, 1, case.name, size, world, timeout_s=_TIMEOUT_S, device="cuda")[0])
 
 
-def counted_on_cuda(name: str, size: str, num_gpus: int) -> dict[str, Any]:
+def counted_on_cuda(name: str, size: str, num_processes: int) -> dict[str, Any]:
     """What the caching allocator counts for the last step of a case, in bytes; a function for `run_ranks`.
 
     This process is rank 0 of a group of any size whose collectives do nothing, so that one device is enough.
     """
     torch.cuda.set_device(0)
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
-    training = Training(case_named(name), size, num_gpus=num_gpus, device=torch.device("cuda", 0))
+    dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
+    training = Training(case_named(name), size, num_processes=num_processes, device=torch.device("cuda", 0))
     for step in range(_STEPS):
         gc.collect()
         torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def estimate(record: dict[str, Any]) -> dict[str, Any]:
         estimated = {"held": held, "peak": peak}
     else:
         gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
-        fields = {"num_gpus": world, "batch_size": setup.batch_size, "seq_len": setup.seq_len, "gpu": gpu}
+        fields = {"num_processes": world, "batch_size": setup.batch_size, "max_length": setup.max_length, "gpu": gpu}
         fields |= case.settings | {"loss": "full", "model_kwargs": {"auto_class": case.auto_class}}
         estimate = estimate_memory(config, **fields)
         estimated = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
@@ -169,7 +169,7 @@ def measured_on_cpus(name: str, size: str) -> dict[str, Any]:
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as profiler, _released_at_once(sizes):
         with record_function(f"{_MARK}build"):
-            training = Training(case_named(name), size, num_gpus=world, device=torch.device("cpu"))
+            training = Training(case_named(name), size, num_processes=world, device=torch.device("cpu"))
         for step in range(_STEPS_ON_CPUS):
             gc.collect()
             sizes.clear()

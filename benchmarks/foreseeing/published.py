@@ -42,7 +42,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.efficiency import NEWER_ATTENTION, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 
 Recomputed = Fraction | Literal["selective-op"]
 """Share of the blocks that activation checkpointing computes again, or torchtitan's rule for operations."""
@@ -79,19 +79,19 @@ _TIED = ("llama3.2-3b", "qwen2.5-1.5b")
 
 
 @cache
-def model_config(name: str, seq_len: int) -> PreTrainedConfig:
+def model_config(name: str, max_length: int) -> PreTrainedConfig:
     """transformers' configuration of a published model, with positions for a sequence."""
     if name in _GPT:
         width, blocks, heads, vocabulary = _GPT[name]
         return GPT2Config(
-            vocab_size=vocabulary, n_positions=seq_len, n_embd=width, n_layer=blocks, n_head=heads,
+            vocab_size=vocabulary, n_positions=max_length, n_embd=width, n_layer=blocks, n_head=heads,
             activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             bos_token_id=0, eos_token_id=0, tie_word_embeddings=name.startswith("mpt"),
         )  # fmt: skip
     width, blocks, heads, key_heads, inner, vocabulary = _LLAMA[name]
     return (Qwen2Config if name.startswith("qwen") else LlamaConfig)(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=blocks, num_attention_heads=heads,
-        num_key_value_heads=key_heads, intermediate_size=inner, max_position_embeddings=seq_len,
+        num_key_value_heads=key_heads, intermediate_size=inner, max_position_embeddings=max_length,
         tie_word_embeddings=name in _TIED,
     )  # fmt: skip
 
@@ -115,8 +115,8 @@ class Row:
     def name(self) -> str:
         """A short description."""
         setup = self.setup
-        words = [self.entry["model"], str(setup.gpu), f"x{setup.num_gpus}"]
-        words += [f"seq {setup.seq_len}", f"batch {setup.batch_size}"]
+        words = [self.entry["model"], str(setup.gpu), f"x{setup.num_processes}"]
+        words += [f"seq {setup.max_length}", f"batch {setup.batch_size}"]
         words += [f"x{setup.gradient_accumulation_steps}"] if setup.gradient_accumulation_steps > 1 else []
         words += [f"AC {self.recomputed}" if self.recomputed != 1 else "AC"] if self.recomputed else []
         flags = {"HSDP": setup.dp_replicate_size > 1, "offload": setup.offload, "compile": setup.compile}
@@ -131,7 +131,7 @@ class Row:
 
     def estimate(self) -> MemoryEstimate:
         """The memory of the training, with the events of its step."""
-        forecast = step_of(model_config(self.entry["model"], self.setup.seq_len), self.setup)
+        forecast = step_of(model_config(self.entry["model"], self.setup.max_length), self.setup)
         if self.recomputed not in (0, 1):
             trace = replace(forecast.trace, events=tuple(recomputed_events(forecast.trace.events, self.recomputed)))
             few = replace(forecast.setup, gradient_accumulation_steps=min(3, self.setup.gradient_accumulation_steps))
@@ -148,10 +148,10 @@ def read_rows(kind: Literal["throughput", "memory"]) -> list[Row]:
 
 def _row(entry: dict[str, str]) -> Row:
     own: dict[str, Any] = {
-        "num_gpus": int(entry["gpus"]),
+        "num_processes": int(entry["gpus"]),
         "gpu": entry["gpu"],
         "batch_size": int(entry["batch_size"]),
-        "seq_len": int(entry["seq_len"]),
+        "max_length": int(entry["max_length"]),
         "activation_checkpointing": entry["checkpointing"] != "none",
         "master_dtype": entry["master"],
         "reduce_dtype": entry["reduce"],
@@ -169,7 +169,7 @@ def _row(entry: dict[str, str]) -> Row:
             "precision": entry["precision"],
             "reshard_after_forward": entry["reshard"] == "yes",
             "attn_implementation": "eager" if entry["era"] == "2022" else "sdpa",
-            "policy": HybridPolicy(block_types=("Conv1D",)) if own["offload"] else HybridPolicy(),
+            "policy": WrapPolicy(block_types=("Conv1D",)) if own["offload"] else WrapPolicy(),
         }
     else:
         targets = entry["lora_targets"]
@@ -182,16 +182,16 @@ def _row(entry: dict[str, str]) -> Row:
         }
     rate = float(entry["tokens_s_gpu"]) if entry["tokens_s_gpu"] else None
     if entry.get("tflops_gpu"):
-        rate = float(entry["tflops_gpu"]) / teraflops(entry["model"], 1.0, own["seq_len"])
+        rate = float(entry["tflops_gpu"]) / teraflops(entry["model"], 1.0, own["max_length"])
     share = {"none": "0", "full": "1"}.get(entry["checkpointing"], entry["checkpointing"])
     recomputed: Recomputed = "selective-op" if share == "selective-op" else Fraction(share)
     return Row(entry=entry, setup=TrainingSetup(**own), recomputed=recomputed, tokens_per_second=rate)
 
 
-def teraflops(model: str, tokens_per_second: float, seq_len: int) -> float:
+def teraflops(model: str, tokens_per_second: float, max_length: int) -> float:
     """Teraflop/s of a GPT as the publications of 2022 and 2023 count them, with recomputation (see above)."""
     width, blocks, _, vocabulary = _GPT[model]
-    share = 1 + seq_len / (6 * width) + vocabulary / (16 * blocks * width)
+    share = 1 + max_length / (6 * width) + vocabulary / (16 * blocks * width)
     return tokens_per_second * 96 * blocks * width**2 * share / 1e12
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
-from hf_fsdp_tools import add_adapter, build_meta_model, make_wrap_plan, parallelize_model, shard_model
+from hf_fsdp_tools import add_adapter
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
@@ -21,13 +21,14 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import apply_sharding
 from hf_fsdp_tools.sharding.sharding import Sharding
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 
 
 class Training:
     """One model of a case, sharded and with its optimizer, on this rank."""
 
-    def __init__(self, case: Case, size: str, *, num_gpus: int, device: torch.device) -> None:
-        self.setup = case.sized(size, num_gpus)
+    def __init__(self, case: Case, size: str, *, num_processes: int, device: torch.device) -> None:
+        self.setup = case.sized(size, num_processes)
         self.device = device
         self.model: Any = _model(case, SIZES[size], self.setup, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -34,7 +34,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import printable, quoted
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
     from hf_fsdp_tools.foresight.recommend import Recommendation
 
 
@@ -80,7 +80,7 @@ def add_config(commands: Any) -> None:
 class _Answer:
     """What is decided: the config, why, and the command that starts with it."""
 
-    config: "FSDPConfig"
+    config: "LaunchConfig"
     reasons: dict[str, str]
     lines: list[str]
     """The reasons as they are printed."""
@@ -96,12 +96,12 @@ class _Answer:
 
 
 def _config(options: argparse.Namespace) -> None:
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
 
     template = TEMPLATES.get(options.template)
     _refuse_together(options, template)
     check_writable(options.output)
-    translation = None if options.source is None else FSDPConfig.translate_file(options.source)
+    translation = None if options.source is None else LaunchConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     if options.model is None:
         start, words = (
@@ -140,7 +140,7 @@ def _config(options: argparse.Namespace) -> None:
 
 def _refuse_together(options: argparse.Namespace, template: Template | None) -> None:
     """Refuse options that say nothing beside others, or contradict them."""
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
 
     if options.output is None and template is not None:
         raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
@@ -150,13 +150,13 @@ def _refuse_together(options: argparse.Namespace, template: Template | None) -> 
         refuse(options, ("force",), "is for the file of --output: name it")
     if options.model is None:
         known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
-        known |= {each.name for each in fields(FSDPConfig)}
+        known |= {each.name for each in fields(LaunchConfig)}
         refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
 
 
-def _of_model(options: argparse.Namespace, config: "FSDPConfig", reasons: dict[str, str]) -> _Answer:
+def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict[str, str]) -> _Answer:
     """The fastest settings of a model that fit, and the recipe that trains it with them."""
     from hf_fsdp_tools.scripting import setups
 
@@ -237,7 +237,7 @@ def _write(texts: dict[Path, str], *, force: bool) -> list[str]:
     return [f"wrote   {path}{note}" for path in texts]
 
 
-def _reason_lines(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
+def _reason_lines(config: "LaunchConfig", reasons: dict[str, str]) -> list[str]:
     """Aligned lines of setting, value and reason, of the settings that have a reason."""
     names = ["use_cpu", "num_processes", "mixed_precision"]
     rows = [(name, getattr(config, name), reasons[name]) for name in [*names, *sorted(set(reasons) - set(names))]]
@@ -259,7 +259,7 @@ def _gpu_name(options: argparse.Namespace) -> str | None:
     return given or (None if device is None else device_title(device))
 
 
-def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -> "Recommendation":
+def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str) -> "Recommendation":
     """The fastest setting of the model that fits on the machines of a config, of what the options leave open."""
     if config.use_cpu:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
     is_float8 = config.mixed_precision == "fp8"
     estimated = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
-    values = explicit_fields(estimated) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
+    values = explicit_fields(estimated) | {"gpu": gpu_named(name).name, "num_processes": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
     values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)

@@ -140,11 +140,11 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     """Refuse a file that cannot be launched as the command line says, and print warnings about it."""
     import torch
 
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
     from hf_fsdp_tools.accelerator import find_accelerator
     from hf_fsdp_tools.modeling.pickles import load_yaml
 
-    findings = [each for each in FSDPConfig.check_file(path) if each.code != "few-devices"]
+    findings = [each for each in LaunchConfig.check_file(path) if each.code != "few-devices"]
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
     for each in findings:

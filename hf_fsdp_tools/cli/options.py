@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 
@@ -177,24 +177,24 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
+def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> tuple["LaunchConfig", dict[str, str]]:
     """The config of these machines, and a reason for each field that is not a plain default.
 
     The defaults of the machine, the values of a translated file and the options, of which the later goes first.
     """
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
 
-    typed = {each.name: options.get(each.name) for each in fields(FSDPConfig)}
+    typed = {each.name: options.get(each.name) for each in fields(LaunchConfig)}
     typed = {name: value for name, value in typed.items() if value is not None and value != ()}
     changes = {**(file or {}), **typed}
     num, machines, is_elsewhere = changes.get("num_processes"), changes.get("num_machines"), bool(options.get("gpu"))
     is_file_for_cpu = changes.pop("use_cpu", False)
     if options.get("cpu") or (is_file_for_cpu and not is_elsewhere):
-        defaults, reasons = FSDPConfig.for_machine(gpu_count=0)
+        defaults, reasons = LaunchConfig.for_machine(gpu_count=0)
     elif num and (is_elsewhere or file is not None):
-        defaults, reasons = FSDPConfig.for_machine(gpu_count=num)
+        defaults, reasons = LaunchConfig.for_machine(gpu_count=num)
     else:
-        defaults, reasons = FSDPConfig.for_machine()
+        defaults, reasons = LaunchConfig.for_machine()
         _check_gpus(defaults, (num or 0) // (machines or 1), is_elsewhere or file is not None)
     if is_elsewhere and machines is None and num and num > _GPUS_PER_MACHINE:
         machines = changes["num_machines"] = machines_of(num)
@@ -214,7 +214,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     return replace(defaults, **changes), reasons
 
 
-def address_words(config: "FSDPConfig") -> list[str]:
+def address_words(config: "LaunchConfig") -> list[str]:
     """Options of the launch command that differ between machines, or that the file leaves open."""
     words = ["--machine_rank", str(config.machine_rank)] if config.num_machines > 1 else []
     return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == ANY_ADDRESS else [])]
@@ -231,7 +231,7 @@ def machines_of(num_processes: int) -> int:
     return max(1, machines)
 
 
-def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None:
+def _check_gpus(defaults: "LaunchConfig", needed: int, is_elsewhere: bool) -> None:
     """Refuse options that need more GPUs than this machine has, or leave open how many another has."""
     if is_elsewhere and defaults.use_cpu:
         raise ConfigError(
@@ -255,7 +255,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
     about = "tokens per sequence (default: 4096, or the model's most)"
-    add("--max-length", dest="seq_len", type=count, metavar="N", help=about)
+    add("--max-length", type=count, metavar="N", help=about)
     add("--gradient-accumulation-steps", type=count, metavar="N", help="micro-steps per optimizer step")
     about = "images in a sequence of a vision-language model (default: 1; 0: text alone)"
     add("--images", type=int, metavar="N", help=about)
@@ -292,7 +292,7 @@ def _image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-SETUP_FIELDS = {"num_processes": "num_gpus", "offload_params": "offload", "mixed_precision": "precision"}
+SETUP_FIELDS = {"offload_params": "offload", "mixed_precision": "precision"}
 """Field of `TrainingSetup` by option, where Accelerate's word is another."""
 
 
@@ -324,7 +324,7 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
         values["lora_target_modules"] = names
     if options.gpu is not None:
         gpu_named(options.gpu)
-    total = values.get("num_gpus", 1)
+    total = values.get("num_processes", 1)
     machines = machines_of(total) if options.num_machines is None else options.num_machines
     if total % machines:
         raise ConfigError(f"--num-processes {total} is no multiple of --num-machines {machines}")
@@ -339,7 +339,7 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.scripting.setups import RECIPES, options_of, setup_of
 
-    wanted = TrainingSetup(**({"seq_len": usual_length(options)} | values))
+    wanted = TrainingSetup(**({"max_length": usual_length(options)} | values))
     if recipe is None:
         return wanted
     own, problem = RECIPES[recipe], f"does not go with --recipe {recipe}"

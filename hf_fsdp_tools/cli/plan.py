@@ -52,10 +52,10 @@ def _plan(options: argparse.Namespace) -> None:
     model = meta_model(options, dtype=options.dtype)
     from hf_fsdp_tools.planning.blocks import detect_blocks
     from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-    from hf_fsdp_tools.planning.policy import HybridPolicy
+    from hf_fsdp_tools.planning.policy import WrapPolicy
 
     names = tuple(name.strip() for name in (options.block_types or "").split(",") if name.strip())
-    policy = HybridPolicy(min_unit_params=options.min_unit_params, block_types=names or None)
+    policy = WrapPolicy(min_unit_params=options.min_unit_params, block_types=names or None)
     plan = make_wrap_plan(model, policy=policy)
     blocks = detect_blocks(model) if options.blocks else None
     if options.output:
@@ -105,12 +105,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _doctor_of_file(options: argparse.Namespace) -> int:
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
 
     if options.model is not None:
         raise ConfigError("doctor looks at a model or at a config; give NAME or --config_file, not both")
     path = named_config(options.config_file)
-    findings = FSDPConfig.check_file(path)
+    findings = LaunchConfig.check_file(path)
     if options.json:
         value = {"config_file": str(path), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(value, indent=1))

@@ -87,14 +87,14 @@ def _of_script(path: str) -> dict[str, Any]:
 
 def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]:
     """The degrees, their number of processes, and the version of FSDP: of options, else of the script or a file."""
-    from hf_fsdp_tools import FSDPConfig, ParallelDims
+    from hf_fsdp_tools import LaunchConfig, ParallelDims
 
     named: dict[str, Any] = {}
     parallelism = getattr(arguments, "parallelism_config", None)
     if parallelism is not None:
         named = {name: getattr(parallelism, name) for name in ("cp_size", "tp_size", "dp_replicate_size")}
     if options.config_file is not None:
-        translation = FSDPConfig.translate_file(named_config(options.config_file))
+        translation = LaunchConfig.translate_file(named_config(options.config_file))
         if translation.refusal:
             raise ConfigError(f"{options.config_file} has no meaning here: {translation.refusal}")
         named = dict(translation.fields)

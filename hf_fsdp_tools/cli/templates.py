@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import comment
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools import LaunchConfig
 
 
 _CPUS_PER_PROCESS = 8
@@ -25,7 +25,7 @@ _CPUS_PER_PROCESS = 8
 class Job:
     """What is to be started, and with what."""
 
-    config: "FSDPConfig"
+    config: "LaunchConfig"
     launch: Sequence[str]
     """Words of the launch command on one machine, which name the launch file."""
     path: Path

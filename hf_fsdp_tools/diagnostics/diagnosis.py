@@ -18,7 +18,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, listed
 
@@ -39,7 +39,7 @@ class Diagnosis(Report):
 
 
 def diagnose(
-    model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None, values: bool = False
+    model: nn.Module, *, plan: WrapPlan | None = None, policy: WrapPolicy | None = None, values: bool = False
 ) -> Diagnosis:
     """Check a model against a plan, before the first step or at any time; give the problems and their cures.
 
@@ -95,7 +95,7 @@ class _RankReport:
 
 
 def _inspect(
-    model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool, world_size: int
+    model: nn.Module, plan: WrapPlan | None, policy: WrapPolicy | None, *, values: bool, world_size: int
 ) -> _RankReport:
     if plan is not None and policy is not None:
         raise ConfigError("plan and policy are both given; a policy makes a plan, so give one of the two.")
@@ -104,7 +104,7 @@ def _inspect(
     if plan is None and policy is None and sharding is not None:
         plan = _renamed(sharding.plan, model)
     compare_units = plan is not None
-    plan = plan or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
+    plan = plan or make_wrap_plan(live.tree.root.module, policy=policy or WrapPolicy())
     findings = check_model(model, live, plan, compare_units=compare_units, world_size=world_size)
     return _RankReport(
         findings=tuple(findings),

@@ -16,7 +16,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity
 from hf_fsdp_tools.distributed.mesh import ParallelDims, loopback_advice, streams_are_serialized
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import table
 
@@ -84,7 +84,7 @@ def check_environment() -> Environment:
     )
 
 
-def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy | None = None) -> Diagnosis:
+def rehearse(model: nn.Module, *, num_processes: int = 8, policy: WrapPolicy | None = None) -> Diagnosis:
     """Shard a meta model in this process alone, as rank 0 of `num_processes` would, and diagnose it.
 
     Nothing is communicated: the process group is torch's "fake" one, and is destroyed at the end.
@@ -99,7 +99,7 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
     try:
-        plan = make_wrap_plan(model, policy=policy or HybridPolicy())
+        plan = make_wrap_plan(model, policy=policy or WrapPolicy())
         shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
         diagnosis = diagnose(model)
     finally:

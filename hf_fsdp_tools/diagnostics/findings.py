@@ -27,7 +27,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it."""
+    """One problem of a model or a machine, as `diagnose` and `LaunchConfig.check_file` report it."""
 
     code: str
     """Its kind, as a short word in kebab-case that stays the same between versions."""
@@ -125,7 +125,7 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
             f"({show_bytes(worst.num_bytes)}).",
             cure="Make its largest parts units of their own; make_wrap_plan(model) does, and "
-            "HybridPolicy(min_unit_params=...) sets from which size.",
+            "WrapPolicy(min_unit_params=...) sets from which size.",
         )
 
 
@@ -145,7 +145,7 @@ def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> F
         f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
         f"{show_count(plan.largest_unit.num_params)}.",
         cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a "
-        "HybridFSDPPlugin(). Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
+        "FSDPPlugin(). Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
     )
 
 
@@ -231,7 +231,7 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, "
             "so each rank trains its own copy.",
             cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
-            "last). What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages "
+            "last). What must stay whole belongs in WrapPolicy(replicate=...), for which shard_model averages "
             "gradients.",
         )
 

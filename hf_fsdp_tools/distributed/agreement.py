@@ -253,7 +253,7 @@ def wait_for_all_ranks() -> None:
 def going_first(is_first: bool) -> Iterator[None]:
     """Run a block on some ranks before the others; if it fails on one of the first, the others do not run it.
 
-    Every rank must enter. The first ranks may make no progress for as long as a collective would wait, or `patience`.
+    Every rank must enter. The first ranks may make no progress for as long as a collective would wait (`rank_timeout`).
     """
     with patience_for_collectives(), _agreed_at_end("waiting for the ranks that go first"):
         if is_first:

@@ -62,7 +62,7 @@ class StoppedElsewhere(Exception):
 
 
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
+def rank_timeout(seconds: float) -> Iterator[None]:
     """In this block, a rank that others wait for may make no progress for so long.
 
     By default, it is 10 minutes within a call of this package, and outside of one as long as a collective would wait
@@ -82,11 +82,11 @@ def patience(seconds: float) -> Iterator[None]:
         ConfigError: it is no number above 0.
 
     Example:
-        >>> with patience(3600):
+        >>> with rank_timeout(3600):
         ...     model = from_pretrained("checkpoint", load_kwargs={"progress": False})
     """
     if not isinstance(seconds, int | float) or not seconds > 0:
-        raise ConfigError(f"patience is {seconds!r}; it must be a number of seconds above 0.")
+        raise ConfigError(f"rank_timeout is {seconds!r}; it must be a number of seconds above 0.")
     token = _patience_s.set(seconds)
     try:
         yield
@@ -95,8 +95,8 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def patience_for_collectives() -> AbstractContextManager[None]:
-    """`patience` as of a collective of the process group, unless more was asked for already."""
-    return patience(max(timeout_of().total_seconds(), _patience_s.get() or GIVE_UP_S))
+    """`rank_timeout` as of a collective of the process group, unless more was asked for already."""
+    return rank_timeout(max(timeout_of().total_seconds(), _patience_s.get() or GIVE_UP_S))
 
 
 def _limits_s() -> tuple[float, float]:

@@ -35,7 +35,7 @@ Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 _NOT_TRACED = (
-    "num_gpus", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
+    "num_processes", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
     "offload", "expandable_segments",
 )  # fmt: skip
@@ -114,7 +114,7 @@ def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, traces: di
     rows = setup.batch_size * setup.rows_per_example
     if rows in traces:
         return traces[rows]
-    least = max(2, -(-TOKENS * setup.cp_size // setup.seq_len))
+    least = max(2, -(-TOKENS * setup.cp_size // setup.max_length))
     known = sorted(each for each in traces if each >= least)
     if rows >= least and len(known) > 1:
         few, more = known[0], known[-1]
@@ -170,8 +170,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     base = base_of(model)
     config = getattr(base, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
-    if limit is not None and setup.seq_len > limit:
-        fact = f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}."
+    if limit is not None and setup.max_length > limit:
+        fact = f"max_length {setup.max_length:,} is beyond the {limit:,} positions of {type(base).__name__}."
         raise ConfigError(f"{fact} Give fewer tokens, or a configuration with more positions.")
     plan = plan_with_adapters(base, setup.policy)
     if is_divided:

@@ -33,7 +33,7 @@ class MemoryEstimate(Report):
     """The memory of a training on the GPU that takes most, in steps after the first.
 
     Example:
-        >>> estimate = estimate_memory("checkpoint", num_gpus=8, gpu="h100-80gb", seq_len=32)
+        >>> estimate = estimate_memory("checkpoint", num_processes=8, gpu="h100-80gb", max_length=32)
         >>> isinstance(estimate, MemoryEstimate), estimate.fits, estimate.peak_phase
         (True, True, ...)
     """
@@ -94,8 +94,8 @@ class MemoryEstimate(Report):
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * limit] or kinds[:1]
         lines = [
-            f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
-            f"{setup.batch_size * setup.rows_per_example} × {setup.seq_len:,} tokens per {each}{times}; the peak "
+            f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_processes} × {setup.gpu}",
+            f"{setup.batch_size * setup.rows_per_example} × {setup.max_length:,} tokens per {each}{times}; the peak "
             f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
         ]
@@ -134,7 +134,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory that a training takes on each GPU, found by a dry run on this machine, without weights and GPUs.
 
-        print(estimate_memory("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", seq_len=8192))
+        print(estimate_memory("meta-llama/Llama-3.1-8B", num_processes=8, gpu="h100-80gb", max_length=8192))
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
@@ -149,7 +149,7 @@ def estimate_memory(
         CheckpointError, WrapPlanError: the model cannot be built or planned.
 
     Example:
-        >>> print(estimate_memory("checkpoint", num_gpus=8, gpu="rtx-4090", seq_len=32))
+        >>> print(estimate_memory("checkpoint", num_processes=8, gpu="rtx-4090", max_length=32))
         LlamaForCausalLM, 45.9 K parameters, on 8 × rtx-4090
         ...
         fits: ...
@@ -161,7 +161,13 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     """The memory of a forecast."""
     setup, step, trace = forecast.setup, forecast.step, forecast.trace
     gpu = gpu_named(setup.gpu)
-    sizes = [setup.num_gpus // setup.gpus_per_copy, setup.dp_shard_size, setup.cp_size, setup.tp_size, setup.ep_size]
+    sizes = [
+        setup.num_processes // setup.gpus_per_copy,
+        setup.dp_shard_size,
+        setup.cp_size,
+        setup.tp_size,
+        setup.ep_size,
+    ]
     groups = sum(size > 1 for size in (*sizes, setup.expert_shard_size * (setup.ep_size > 1)))
     outside = {"CUDA context": _CONTEXT, "NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL}
     outside = {name: num_bytes for name, num_bytes in outside.items() if num_bytes}
@@ -171,7 +177,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     coming = next((event.phase for event in step.events[at:] if isinstance(event, Work)), "optimizer")
     kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
     kinds["rounding"] = allocated[at] - sum(kinds.values())
-    is_many = setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS
+    is_many = setup.num_processes // setup.dp_replicate_size >= _MANY_SHARDS
     return MemoryEstimate(
         model_class=forecast.plan.model_class,
         # of the plan where a rank has a part, of the trace where the plan counts bytes

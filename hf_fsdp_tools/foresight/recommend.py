@@ -65,7 +65,7 @@ def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int
     batch = setup.batch_size if "batch_size" in fixed else None
     steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
     if global_batch_size is None:
-        rows = max(1, TOKENS // (setup.seq_len * setup.rows_per_example)) / setup.rows_at_once
+        rows = max(1, TOKENS // (setup.max_length * setup.rows_per_example)) / setup.rows_at_once
         powers = [2**power for power in range(9) if steps or 2**power < 2 * rows] or [1]
         return {each: steps or ceil(rows / each) for each in ([batch] if batch else powers)}
     divisor = setup.rows_at_once * (batch or 1) * (steps or 1)
@@ -199,11 +199,11 @@ class Search:
             return (True, False) if own and base.lora_r is not None else (own,)
         if name == "dp_replicate_size":
             # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
-            node = min(base.gpus_per_node, base.num_gpus)
-            sizes = [4 * node, 2 * node, node, node // 2] if base.num_gpus > node else [node // 2, node // 4]
-            fit = (size for size in sizes if size > 1 and base.num_gpus > size and base.num_gpus % size == 0)
-            return (1, *(base.num_gpus // size for size in fit))
-        return (True, False) if base.num_gpus > 1 and base.wrapping != "none" else (own,)
+            node = min(base.gpus_per_node, base.num_processes)
+            sizes = [4 * node, 2 * node, node, node // 2] if base.num_processes > node else [node // 2, node // 4]
+            fit = (size for size in sizes if size > 1 and base.num_processes > size and base.num_processes % size == 0)
+            return (1, *(base.num_processes // size for size in fit))
+        return (True, False) if base.num_processes > 1 and base.wrapping != "none" else (own,)
 
     def _explore_every(self, best: TrainingSetup, cost: Cost) -> None:
         """Where all blocks recompute, try every n-th, n as large as memory seems to allow."""
@@ -228,10 +228,14 @@ class Search:
         if best is not None:
             base, again = best[0], (best[0].activation_checkpointing,)
             is_waiting = best[1].floor_seconds < best[1].step_seconds * (1 - _WAITING)
-            if not {"ep_size": is_waiting, "cp_size": kind.seq_len >= LONG, "tp_size": False}[name]:
+            if not {"ep_size": is_waiting, "cp_size": kind.max_length >= LONG, "tp_size": False}[name]:
                 return
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
-        most = base.num_gpus // base.dp_replicate_size if name == "ep_size" else min(base.gpus_per_node, base.num_gpus)
+        most = (
+            base.num_processes // base.dp_replicate_size
+            if name == "ep_size"
+            else min(base.gpus_per_node, base.num_processes)
+        )
         for size in (2**power for power in range(1, most.bit_length())):
             before, degree = self.best(), {name: size}
             try:
@@ -268,7 +272,7 @@ class Recommendation(Report):
     """The fastest setting that fits, and what speaks for it.
 
     Example:
-        >>> best = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
+        >>> best = recommend_config("checkpoint", num_processes=2, gpu="h100-80gb", max_length=32, global_batch_size=4)
         >>> isinstance(best, Recommendation), best.global_batch_size
         (True, 4)
     """
@@ -292,11 +296,11 @@ class Recommendation(Report):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of these sequences, two of each pair."""
-        return self.global_batch_size * self.setup.rows_per_example * self.setup.seq_len
+        return self.global_batch_size * self.setup.rows_per_example * self.setup.max_length
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
+        return self.tokens_per_step / self.cost.step_seconds / self.setup.num_processes
 
     def __str__(self) -> str:
         setup, cost, rows = self.setup, self.cost, self.global_batch_size
@@ -308,7 +312,7 @@ class Recommendation(Report):
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
         memory = f"{show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free (at least "
-        on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_gpus)
+        on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_processes)
         lines = [
             ("chosen", setting_words({"batch_size": setup.batch_size} | _changes(setup, TrainingSetup()))),
             ("next best", self.next_best),
@@ -321,7 +325,7 @@ class Recommendation(Report):
             *(("" if at else "faster", each) for at, each in enumerate(self.proposals)),
             *(("note", note) for note in cost.notes),
         ]
-        head = f"{self.model}, sequences of {setup.seq_len:,} tokens, on {setup.num_gpus} x {setup.gpu}"
+        head = f"{self.model}, sequences of {setup.max_length:,} tokens, on {setup.num_processes} x {setup.gpu}"
         assumed = wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10)
         return "\n".join([head, *assumed, "", *(f"{title:<9} {text}" for title, text in lines)])
 
@@ -349,7 +353,7 @@ def recommend_config(
 ) -> Recommendation:
     """The fastest setting of a training that fits on its GPUs, and what is next best; no weights, no GPU.
 
-        print(recommend_config("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", global_batch_size=64))
+        print(recommend_config("meta-llama/Llama-3.1-8B", num_processes=8, gpu="h100-80gb", global_batch_size=64))
 
     Searched are, unless they are fixed, the fields in `SEARCHED`; docs/foresight.md says in which order. LoRA or all
     parameters, precision and sequence length are never searched. Arguments and errors are as of `estimate_memory`, and:
@@ -365,7 +369,7 @@ def recommend_config(
         ConfigError: nothing fits (the message names the nearest that does), or a value cannot be.
 
     Example:
-        >>> print(recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4))
+        >>> print(recommend_config("checkpoint", num_processes=2, gpu="h100-80gb", max_length=32, global_batch_size=4))
         checkpoint, ...
     """
     if not 0 <= margin < 1:
@@ -377,9 +381,10 @@ def recommend_config(
     if (found := search.run()) is None:
         least, cures = min(cost.peak_bytes for _, cost in search.known), "; ".join(_cures(search))
         raise ConfigError(
-            f"{model}, sequences of {setup.seq_len:,} tokens, fits on {setup.num_gpus} x {setup.gpu} at no setting: it "
-            f"takes {show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may be used "
-            f"({_percent(margin)} stays free). " + (f"What fits: {cures}." if cures else "Take a smaller model.")
+            f"{model}, sequences of {setup.max_length:,} tokens, fits on {setup.num_processes} x {setup.gpu} "
+            f"at no setting: it takes {show_bytes(least)} per GPU at least, and {show_bytes(search.limit(setup))} may "
+            f"be used ({_percent(margin)} stays free). "
+            + (f"What fits: {cures}." if cures else "Take a smaller model.")
         )
     (best, cost), grown = found, 0
     if not (gpu.family.startswith("mi") or best.expandable_segments):  # AMD's have none
@@ -401,7 +406,7 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], say: Callab
     """A function that prices a setting."""
 
     def priced(setup: TrainingSetup) -> Cost:
-        say(f"estimating micro-batch {setup.batch_size} of {setup.seq_len:,} tokens")
+        say(f"estimating micro-batch {setup.batch_size} of {setup.max_length:,} tokens")
         memory = memory_of(step_of(name_or_model, setup, **model_kwargs))
         time = throughput_of(memory)
         return Cost(
@@ -439,7 +444,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    for name in ("seq_len", *["batch_size"] * ("batch_size" not in search.fixed)):
+    for name in ("max_length", *["batch_size"] * ("batch_size" not in search.fixed)):
         changes = {name: 2 * getattr(best, name)}
         price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
@@ -477,8 +482,8 @@ def _cures(search: Search) -> Iterator[str]:
         [{"loss": "chunked"}],
         [{"reduce_dtype": setup.precision}],
         [{"optimizer": "adamw_8bit"}],
-        [{"num_gpus": count} for power in range(1, 13) if (count := setup.num_gpus * 2**power) <= MOST_GPUS],
-        [{"seq_len": length} for power in range(1, 20) if (length := setup.seq_len // 2**power) >= SHORTEST],
+        [{"num_processes": count} for power in range(1, 13) if (count := setup.num_processes * 2**power) <= MOST_GPUS],
+        [{"max_length": length} for power in range(1, 20) if (length := setup.max_length // 2**power) >= SHORTEST],
         [adapted, adapted | {"dequantize": False}, adapted | {"load_in_4bit": True}],
         [{"gpu": name} for _, name in sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values())],
     ]

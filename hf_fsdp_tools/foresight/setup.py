@@ -10,7 +10,7 @@ import torch
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
-from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
@@ -19,7 +19,15 @@ _ALWAYS_SAID = (
     "precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
     "attn_implementation",
 )  # fmt: skip
-_SAID_APART = ("num_gpus", "gpu", "gpus_per_node", "batch_size", "seq_len", "gradient_accumulation_steps", "policy")
+_SAID_APART = (
+    "num_processes",
+    "gpu",
+    "gpus_per_node",
+    "batch_size",
+    "max_length",
+    "gradient_accumulation_steps",
+    "policy",
+)
 
 
 def setting_words(values: Mapping[str, Any]) -> str:
@@ -41,12 +49,12 @@ class TrainingSetup:
         MeshError: the copies do not divide the GPUs.
 
     Example:
-        >>> setup = TrainingSetup(num_gpus=8, gpu="a100-80gb", seq_len=32, activation_checkpointing=True)
+        >>> setup = TrainingSetup(num_processes=8, gpu="a100-80gb", max_length=32, activation_checkpointing=True)
         >>> estimate_memory("checkpoint", setup).fits
         True
     """
 
-    num_gpus: int = 1  #: Processes over all machines, one per GPU
+    num_processes: int = 1  #: Processes over all machines, one per GPU
     gpu: str | Gpu = "h100-80gb"  #: Name in the table of GPUs (`hardware`), or a `Gpu` of one's own
     gpus_per_node: int = 8  #: GPUs that share a machine and its fast links
     network_gbit_s: float | None = None  #: All cards of a machine together; None takes the GPU's usual one
@@ -59,7 +67,7 @@ class TrainingSetup:
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
     batch_size: int = 1  #: Sequences per micro-step and GPU, or group of GPUs that share rows (`cp_size`, `tp_size`)
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
-    seq_len: int = 4096  #: Tokens per sequence
+    max_length: int = 4096  #: Tokens per sequence
     images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
     image_size: tuple[int, int] | None = None
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
@@ -85,7 +93,7 @@ class TrainingSetup:
     activation_checkpointing_save_ops: tuple[str, ...] = ()  #: "matmul", "attention", or torch's names are not repeated
     reshard_after_forward: bool = True  #: False keeps gathered parameters until the backward pass
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"  #: root: one unit; none: every rank holds all (DDP)
-    policy: HybridPolicy = field(default_factory=HybridPolicy)
+    policy: WrapPolicy = field(default_factory=WrapPolicy)
     offload: bool = False  #: Keep shards, gradients and optimizer state in host memory
     expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow
     compile: bool = False  #: `torch.compile` per block
@@ -110,7 +118,7 @@ class TrainingSetup:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1.")
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ConfigError(f"{name} is {value!r}; use {', '.join(filter(None, get_args(hint)))}.")
-        object.__setattr__(self, "policy", as_policy(self.policy) or HybridPolicy())
+        object.__setattr__(self, "policy", as_policy(self.policy) or WrapPolicy())
         for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):
             if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
                 raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
@@ -129,11 +137,13 @@ class TrainingSetup:
             raise ConfigError("tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out.")
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
-        self.dims.resolve(self.num_gpus)
+        self.dims.resolve(self.num_processes)
         if self.wrapping == "none" and (self.offload or max(self.cp_size, self.tp_size, self.ep_size) > 1):
             raise ConfigError("offload, cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
-        if self.seq_len < self.cp_size:
-            raise ConfigError(f"seq_len {self.seq_len} is shorter than cp_size {self.cp_size}; use fewer GPUs per row.")
+        if self.max_length < self.cp_size:
+            raise ConfigError(
+                f"max_length {self.max_length} is shorter than cp_size {self.cp_size}; use fewer GPUs per row."
+            )
 
     @property
     def words(self) -> str:
@@ -166,7 +176,7 @@ class TrainingSetup:
     @property
     def gpus_per_copy(self) -> int:
         """GPUs that share one copy of the model."""
-        return 1 if self.wrapping == "none" else self.num_gpus // self.dp_replicate_size
+        return 1 if self.wrapping == "none" else self.num_processes // self.dp_replicate_size
 
     @property
     def dp_shard_size(self) -> int:
@@ -181,10 +191,10 @@ class TrainingSetup:
     @property
     def rows_at_once(self) -> int:
         """GPUs, or groups of those that share rows: each has a micro-batch of its own."""
-        return self.num_gpus // self.dims.ranks_per_row
+        return self.num_processes // self.dims.ranks_per_row
 
     @property
     def row_words(self) -> str:
         """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
         shared = self.dims.ranks_per_row
-        return f"{self.num_gpus} GPUs" if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"
+        return f"{self.num_processes} GPUs" if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"

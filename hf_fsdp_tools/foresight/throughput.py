@@ -47,7 +47,7 @@ class ThroughputEstimate(Report):
     """How fast a training runs, and where its time goes. Seconds are those of one optimizer step.
 
     Example:
-        >>> estimate = estimate_throughput("checkpoint", num_gpus=8, gpu="h100-80gb", seq_len=32)
+        >>> estimate = estimate_throughput("checkpoint", num_processes=8, gpu="h100-80gb", max_length=32)
         >>> isinstance(estimate, ThroughputEstimate), 0 < estimate.mfu < 1
         (True, True)
     """
@@ -109,16 +109,16 @@ class ThroughputEstimate(Report):
 
     def hours(self, tokens: float) -> float:
         """Hours in which all GPUs together see so many tokens."""
-        return tokens / (self.tokens_per_second_per_gpu * self.setup.num_gpus) / 3600
+        return tokens / (self.tokens_per_second_per_gpu * self.setup.num_processes) / 3600
 
     def cost(self, tokens: float, price_per_gpu_hour: float) -> float:
         """What so many tokens cost, in the currency of the price."""
-        return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
+        return self.hours(tokens) * self.setup.num_processes * price_per_gpu_hour
 
     def __str__(self) -> str:
         setup, gpu = self.setup, gpu_named(self.setup.gpu)
-        step, lines = show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {gpu.title}"]
-        if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
+        step, lines = show_seconds(self.step_seconds), [f"{self.name} on {setup.num_processes:,} × {gpu.title}"]
+        if (nodes := math.ceil(setup.num_processes / setup.gpus_per_node)) > 1:
             network = node_network(setup, gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         if self.range is None:
@@ -127,7 +127,7 @@ class ThroughputEstimate(Report):
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
             again = f", with what is computed again {self.hfu:.1%}" * (self.hardware_flops > self.model_flops)
             newest = f" (kernels of 2026 {rate * self.newest:,.0f})" * (self.newest > 1)
-            total, flops = f"{rate * setup.num_gpus:,.0f} on all", self.model_flops / self.step_seconds / 1e12
+            total, flops = f"{rate * setup.num_processes:,.0f} on all", self.model_flops / self.step_seconds / 1e12
             lines.append(f"  {rate:,.0f} tokens/s per GPU{newest}, {low:,.0f} to {high:,.0f}; {total}")
             for kind, (least, most) in self.trainer_ranges.items():
                 lines.append(f"  with a Trainer, {kind}: {least:,.0f} to {most:,.0f} ({TRAINER[kind][2]})")
@@ -157,10 +157,10 @@ def estimate_throughput(
 ) -> ThroughputEstimate:
     """How fast a training runs, found by a dry run on this machine; arguments and errors as of `estimate_memory`.
 
-        print(estimate_throughput("meta-llama/Llama-3.1-8B", num_gpus=64, gpu="h100-80gb", seq_len=8192))
+        print(estimate_throughput("meta-llama/Llama-3.1-8B", num_processes=64, gpu="h100-80gb", max_length=8192))
 
     Example:
-        >>> estimate = estimate_throughput("checkpoint", num_gpus=16, gpu="h100-80gb", seq_len=32)
+        >>> estimate = estimate_throughput("checkpoint", num_processes=16, gpu="h100-80gb", max_length=32)
         >>> estimate.tokens_per_second_per_gpu > 0
         True
     """
@@ -179,7 +179,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     notes += (_OFFLOADED,) if setup.offload else ()
     if memory.spare_bytes < 0:
         notes += ("the step has no room, or no cache, in the memory of this GPU; the times are those of one with more",)
-    late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_gpus)) * timing.seconds
+    late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_processes)) * timing.seconds
     repeated_flops = sum(work.flops for work in trace.events if isinstance(work, Work) and work.again)
     return ThroughputEstimate(
         name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",

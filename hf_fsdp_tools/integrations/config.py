@@ -41,14 +41,14 @@ def _key(kind: type | tuple[str, ...] = str, **other: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
+class LaunchConfig:
     """The settings of a run. Immutable and checked; `dataclasses.replace` gives a changed copy, checked again.
 
     Raises:
         ConfigError: settings contradict each other; the message lists every contradiction with its cure.
 
     Example:
-        >>> config = FSDPConfig(num_processes=8, mixed_precision="bf16", dp_replicate_size=2)
+        >>> config = LaunchConfig(num_processes=8, mixed_precision="bf16", dp_replicate_size=2)
         >>> config.dp_shard_size
         4
         >>> yaml = config.to_accelerate_yaml()  # for `accelerate launch --config_file`
@@ -81,7 +81,7 @@ class FSDPConfig:
     ep_size: int = field(default=1, metadata=_key(int))
     """Neighbouring processes that share the experts (expert parallelism)."""
     fsdp_version: Literal[2] = field(default=2, metadata=_key(int, name="version", argument="fsdp_version"))
-    """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
+    """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `FSDPPlugin(fsdp_version=1)`."""
     reshard_after_forward: bool = field(default=True, metadata=_key())
     """Free a unit's weights after its forward (less memory); False keeps them for its backward (less traffic)."""
     offload_params: bool = field(
@@ -152,7 +152,7 @@ class FSDPConfig:
         return "".join(comment(line) + "\n" for line in (*header, *notes)) + body
 
     @classmethod
-    def for_machine(cls, gpu_count: int | None = None) -> tuple["FSDPConfig", dict[str, str]]:
+    def for_machine(cls, gpu_count: int | None = None) -> tuple["LaunchConfig", dict[str, str]]:
         """The config that fits one machine, and the reason for each field that was chosen.
 
         Args:
@@ -192,7 +192,7 @@ class FSDPConfig:
         """
         from hf_fsdp_tools.integrations.interpret import check_file
 
-        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(FSDPConfig)})
+        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(LaunchConfig)})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -212,14 +212,14 @@ class FSDPConfig:
 # ---- the table of settings ----
 
 
-def rows_of(config: type[FSDPConfig]) -> tuple[Setting, ...]:
+def rows_of(config: type[LaunchConfig]) -> tuple[Setting, ...]:
     """The settings that are fields of a config."""
     names = [(each.name, {"name": each.name, **each.metadata}) for each in fields(config) if each.metadata]
     return tuple(launched(**{"field": name, **metadata}) for name, metadata in names)
 
 
 SETTINGS = (
-    *rows_of(FSDPConfig),
+    *rows_of(LaunchConfig),
     launched("sharding_strategy"),
     launched("backward_prefetch", get_args(BackwardPrefetch), is_old=True, fsdp2="BACKWARD_PRE"),
     launched("forward_prefetch", bool, is_old=True, fsdp2=False),
@@ -232,7 +232,7 @@ SETTINGS = (
     Setting(argument="optim_state_dict_config", is_old=True),
     *(Setting(training=(name,)) for name in ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")),
 )
-"""Fields of FSDPConfig, and what it has no field for: a check of the file, the plugin or one line answers these."""
+"""Fields of LaunchConfig, and what it has no field for: a check of the file, the plugin or one line answers these."""
 
 OWN_KEYS = ("fsdp_ep_size", "fsdp_activation_checkpointing_every_n_layers", "fsdp_activation_checkpointing_save_ops")
 """Keys of this package, which `accelerate launch` drops: their variables are set for it, as `hf-fsdp RECIPE` does."""
@@ -248,7 +248,7 @@ TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
 # ---- the YAML ----
 
 
-def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
+def _to_accelerate(config: LaunchConfig) -> dict[str, Any]:
     section: dict[str, Any] = {}
     usual = {each.name: each.default for each in fields(config)}
     for row in YAML_KEYS.values():

@@ -1,6 +1,6 @@
 """The meaning of a file of `accelerate launch` (FSDP1, FSDP2, DDP, DeepSpeed), or of DeepSpeed's JSON, under FSDP2.
 
-A mapping gives fields of FSDPConfig, arguments of the Trainer, a sentence for each key, and findings.
+A mapping gives fields of LaunchConfig, arguments of the Trainer, a sentence for each key, and findings.
 """
 
 import json
@@ -31,7 +31,7 @@ class Translation:
     """The meaning of a file here."""
 
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of FSDPConfig."""
+    """Fields of LaunchConfig."""
     arguments: dict[str, str] = field(default_factory=dict)
     """Options of `TrainingArguments`, which have a place for what no launch file holds."""
     sentences: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ _PLACES = {
     "gpu_ids": str,
     "use_cpu": bool,
 }
-"""Keys that FSDPConfig has under the same name, and the kinds of their values."""
+"""Keys that LaunchConfig has under the same name, and the kinds of their values."""
 
 _COMPILE = "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
@@ -349,7 +349,7 @@ _MIN_NUM_PARAMS = 100_000_000
 def check_file(
     path: str | os.PathLike[str], keys: Mapping[str, Setting], defaults: dict[str, Any]
 ) -> tuple[Finding, ...]:
-    """The findings of `FSDPConfig.check_file`, errors first."""
+    """The findings of `LaunchConfig.check_file`, errors first."""
     data = _read(Path(path))
     result = interpret(data, keys, Path(path).parent)
     return by_severity([*result.findings, *_problems(data, result, defaults | result.fields)])

@@ -1,4 +1,4 @@
-"""Accelerate's FSDP plugin with a `HybridPolicy`, made of other libraries' policies too, and with fp32 reduction."""
+"""Accelerate's FSDP plugin with a `WrapPolicy`, made of other libraries' policies too, and with fp32 reduction."""
 
 import functools
 import inspect
@@ -34,14 +34,14 @@ from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies, strategy_name, warn_on_node
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.planning.policy import UnitPredicate, WrapPolicy, matching_nodes, nearest_names
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean
 
 
 def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> dict[str, Any]:
-    """Fields of `HybridPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind."""
+    """Fields of `WrapPolicy` for an `auto_wrap_policy` of Accelerate or torch, of any kind."""
     function, keywords = (wrap.func, wrap.keywords) if isinstance(wrap, functools.partial) else (wrap, {})
     if wrap is None:
         return {}
@@ -66,7 +66,7 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
     if not callable(wrap):
         raise ConfigError(
             f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
-            "policies or a function of a module. Or give a HybridPolicy as `policy`."
+            "policies or a function of a module. Or give a WrapPolicy as `policy`."
         )
     return {"units": (_predicate(wrap),)}
 
@@ -89,7 +89,7 @@ def _predicate(function: Callable[..., Any]) -> UnitPredicate:
     return function if count == 2 else ask
 
 
-def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
+def narrowed(policy: WrapPolicy, model: nn.Module) -> WrapPolicy:
     """`policy` without the block types that `model` lacks, with a warning: Accelerate has one list of class names for
     all models of a process, and a reward model of another architecture has none of these classes."""
     if policy.block_types is None:
@@ -107,7 +107,7 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     return replace(policy, block_types=present or None)
 
 
-def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> HybridPolicy:
+def without_modules(policy: WrapPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> WrapPolicy:
     """`policy` extended so that Accelerate's `ignored_modules` of `model` stay whole on every rank."""
     if ignored is None:
         return policy
@@ -126,8 +126,8 @@ def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | N
 
 
 @dataclass
-class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
-    """Accelerate's FSDP plugin with a `HybridPolicy`, for FSDP2 and FSDP1.
+class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate is not typed
+    """Accelerate's FSDP plugin with a `WrapPolicy`, for FSDP2 and FSDP1.
 
     It differs from the plugin that it extends: version 2 is the default; the units are those of `policy`, into which
     Accelerate's and torch's own policies are translated; mixed precision reduces gradients in fp32 and does not cast
@@ -138,13 +138,13 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         ConfigError: torch cannot honour a setting here, or would silently honour it wrongly.
 
     Example:
-        >>> plugin = HybridFSDPPlugin(policy=HybridPolicy(min_unit_params=2e7), activation_checkpointing=True)
+        >>> plugin = FSDPPlugin(policy=WrapPolicy(min_unit_params=2e7), activation_checkpointing=True)
         >>> accelerator = make_accelerator(fsdp_plugin=plugin, cpu=True)
         >>> model = from_pretrained("checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
     """
 
-    policy: HybridPolicy | None = None
-    """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
+    policy: WrapPolicy | None = None
+    """What becomes a unit; None translates the other fields and variables, and means `WrapPolicy()` without any."""
 
     ep_size: int = 0
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
@@ -190,7 +190,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             raise ConfigError(
                 "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
                 "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, or pass "
-                "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
+                "fsdp_plugin=FSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
         adopt(accelerator, sync_each_batch=False)
         policy, recipe = self.mixed_precision_policy, getattr(accelerator, "ao_recipe_handler", None)
@@ -207,7 +207,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         """Which blocks recompute their activations, and what they keep; None where none do."""
         return as_recompute(self.activation_checkpointing and self._recompute)
 
-    def policy_for(self, model: nn.Module) -> HybridPolicy:
+    def policy_for(self, model: nn.Module) -> WrapPolicy:
         """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole."""
         assert self.policy is not None
         policy = narrowed(self.policy, model) if self.translated else self.policy
@@ -294,10 +294,10 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "The launch config has no fsdp_version, as `accelerate config` wrote it for years, and is read as "
                 f"FSDP2: {strategy_name(strategy or 'FULL_SHARD')} means {means}; "
                 f"{f'left out: {left_out}' if left_out else 'the rest means the same'}. `hf-fsdp config --from FILE "
-                "--output NEW` writes the file for FSDP2; HybridFSDPPlugin(fsdp_version=1) asks for FSDP1."
+                "--output NEW` writes the file for FSDP2; FSDPPlugin(fsdp_version=1) asks for FSDP1."
             )
 
-    def _translate_wrap(self) -> HybridPolicy:
+    def _translate_wrap(self) -> WrapPolicy:
         wrap = getattr(getattr(self.auto_wrap_policy, "func", self.auto_wrap_policy), "__name__", "")
         names, size = self.transformer_cls_names_to_wrap or (), self.min_num_params or 0
         idle = []
@@ -309,7 +309,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.")
         settings = _settings(self.auto_wrap_policy, tuple(name.strip() for name in names if name.strip()), size)
         settings |= {"reshard_after_forward": {"*": False}} if self.reshard_after_forward is False else {}
-        return HybridPolicy(**settings)
+        return WrapPolicy(**settings)
 
 
 def _read_version(version: int | None) -> tuple[int, bool]:

@@ -1,6 +1,6 @@
 """One FSDP setting under all its names, readers of values, sharding strategies of version 1, and contradictions.
 
-The table of all settings is made from the fields of FSDPConfig (`config.SETTINGS`).
+The table of all settings is made from the fields of LaunchConfig (`config.SETTINGS`).
 """
 
 import os
@@ -31,7 +31,7 @@ class Setting:
     training: tuple[str, ...] = ()
     """Keys in `TrainingArguments.fsdp_config`, also those that transformers drops although Accelerate knows them."""
     field: str = ""
-    """Field of FSDPConfig, from which the YAML is written; "" where it has none."""
+    """Field of LaunchConfig, from which the YAML is written; "" where it has none."""
     kind: type | tuple[str, ...] = str
     """Allowed values in a file: a type, or one of some words."""
     is_old: bool = False
@@ -134,7 +134,7 @@ Problem = tuple[str, str]
 
 
 def contradictions(config: Any) -> list[Problem]:
-    """The fact and the cure of every contradiction in a config, or in anything with the attributes of `FSDPConfig`."""
+    """The fact and the cure of every contradiction in a config, or in anything with its attributes."""
     problems = [*_type_problems(config)]  # the other checks compare numbers, and need right types
     return problems or [*_process_problems(config), *_sharding_problems(config)]
 

@@ -35,7 +35,7 @@ from hf_fsdp_tools.distributed.mesh import (
 from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
@@ -51,7 +51,7 @@ from hf_fsdp_tools.text import did_you_mean, quoted
 def make_accelerator(
     args: Any = None,
     *,
-    fsdp_plugin: HybridFSDPPlugin | None = None,
+    fsdp_plugin: FSDPPlugin | None = None,
     **accelerate_kwargs: Any,
 ) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
@@ -91,9 +91,9 @@ def make_accelerator(
         >>> accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         >>> optimizer.step()
     """
-    if not isinstance(fsdp_plugin, HybridFSDPPlugin | None):
+    if not isinstance(fsdp_plugin, FSDPPlugin | None):
         raise ConfigError(
-            f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes "
+            f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a FSDPPlugin, which takes "
             "the same arguments and a policy."
         )
     handlers = accelerate_kwargs.get("kwargs_handlers") or ()
@@ -145,7 +145,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no
 
 
 def start_state(
-    plugin: HybridFSDPPlugin,
+    plugin: FSDPPlugin,
     *,
     mixed_precision: str | None,
     cpu: bool,
@@ -222,7 +222,7 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
 
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
-    if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
+    if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, FSDPPlugin):
         raise ConfigError(
             f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
             "Call make_accelerator() before anything else makes one."
@@ -255,7 +255,7 @@ def _check_gpus(*, cpu: bool) -> None:
     )
 
 
-def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_type: str) -> None:
+def _check_float8(plugin: FSDPPlugin, mixed_precision: str | None, device_type: str) -> None:
     """Refuse FP8 that this device, or this machine without torchao, does not have; Accelerate would take fp16."""
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision).lower() != "fp8":
@@ -271,7 +271,7 @@ def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_
     plugin.cpu_ram_efficient_loading = False  # beside which Accelerate refuses FP8; plain models are sent all the same
 
 
-def _check_state(plugin: HybridFSDPPlugin) -> None:
+def _check_state(plugin: FSDPPlugin) -> None:
     """Refuse a version of Accelerate that does not use the filled state, and would train without FSDP."""
     state = AcceleratorState()
     outcome = (state.distributed_type, getattr(state, "fsdp_plugin", None), state.num_processes)
@@ -283,7 +283,7 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
         )
 
 
-def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
+def _check_axes(config: Any, plugin: FSDPPlugin) -> ParallelDims:
     """Refuse DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job; return them."""
     if config is not None and getattr(config, "sp_size", 1) > 1:
         raise ConfigError(

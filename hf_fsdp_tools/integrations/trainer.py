@@ -105,7 +105,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. TRL's online trainers generate with the weights gathered once for each batch
-    where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`gathered_units`); a reward function
+    where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`unsharded`); a reward function
     that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
 
     Six attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a

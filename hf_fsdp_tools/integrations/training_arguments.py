@@ -13,10 +13,10 @@ from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
 from hf_fsdp_tools.sharding.shard import recompute_activations
@@ -26,7 +26,7 @@ from hf_fsdp_tools.text import did_you_mean
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
 """Arguments of the plugin that decide together what becomes a unit."""
 
-_DETECTED = (HybridPolicy(), None)
+_DETECTED = (WrapPolicy(), None)
 """What they say where they leave the units to the model's structure: nothing that could differ."""
 
 
@@ -82,15 +82,15 @@ def group_options(args: Any) -> dict[str, Any]:
     return {} if args.ddp_timeout == default else {"timeout": args.ddp_timeout_delta}
 
 
-def plugin_of(args: Any) -> HybridFSDPPlugin:
+def plugin_of(args: Any) -> FSDPPlugin:
     """The plugin that variables and `TrainingArguments(fsdp=True, fsdp_config=…)` make, the second over the first."""
-    plugin = HybridFSDPPlugin(**({} if args is None else plugin_arguments(args)))
+    plugin = FSDPPlugin(**({} if args is None else plugin_arguments(args)))
     plugin.is_explicit = False
     return plugin
 
 
 def agree_with_arguments(
-    plugin: HybridFSDPPlugin, args: Any, model: nn.Module | None, explicit: HybridFSDPPlugin | None = None
+    plugin: FSDPPlugin, args: Any, model: nn.Module | None, explicit: FSDPPlugin | None = None
 ) -> None:
     """Apply what `TrainingArguments` name to a model that is sharded already, or refuse what comes too late for it.
 
@@ -101,8 +101,8 @@ def agree_with_arguments(
     if explicit is None and AcceleratorState._shared_state:
         explicit = AcceleratorState().fsdp_plugin
     late = []
-    if isinstance(explicit, HybridFSDPPlugin) and explicit.is_explicit:
-        late = _differences(args, _values(plugin), _values(explicit), "HybridFSDPPlugin")
+    if isinstance(explicit, FSDPPlugin) and explicit.is_explicit:
+        late = _differences(args, _values(plugin), _values(explicit), "FSDPPlugin")
     if model is not None and sharding is not None:
         if not late and "activation_checkpointing" in _named_keys(args) and plugin.activation_checkpointing:
             sharding = _checkpoint_late(model, sharding, plugin.recompute)
@@ -151,7 +151,7 @@ def _differences(args: Any, wanted: dict[str, Any], present: dict[str, Any], who
     ]
 
 
-def _values(plugin: HybridFSDPPlugin) -> dict[str, Any]:
+def _values(plugin: FSDPPlugin) -> dict[str, Any]:
     """What a plugin says, by the names of its arguments."""
     assert plugin.policy is not None
     values = {row.argument: getattr(plugin, row.argument) for row in SETTINGS if row.argument}
@@ -162,9 +162,7 @@ def _values(plugin: HybridFSDPPlugin) -> dict[str, Any]:
     return values | dict.fromkeys(_UNITS, units)
 
 
-def _values_of_model(
-    plugin: HybridFSDPPlugin, model: nn.Module, sharding: Sharding
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _values_of_model(plugin: FSDPPlugin, model: nn.Module, sharding: Sharding) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a plugin says, and what a sharded model has, by the names of the plugin's arguments."""
     wanted_values, root, recompute = _values(plugin), sharded_module(model), sharding.activation_checkpointing
     assert root is not None

@@ -28,7 +28,7 @@ from hf_fsdp_tools.modeling.module_tree import (
 )
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
 
@@ -59,7 +59,7 @@ class PlanDraft:
     """The blocks of every stack, as nodes, in registration order. Never changed."""
     blocks: ModelBlocks
     """The same stacks as text and numbers, with the embeddings, the final norm and the head (by fqn). Never changed."""
-    policy: HybridPolicy
+    policy: WrapPolicy
     """The user's wishes. Never changed."""
     bound: int
     """Parameters that no finished unit may exceed (rule 2). Never changed."""
@@ -75,7 +75,7 @@ class PlanDraft:
     problems: list[str]
     """Wishes of the policy that the model cannot fulfil, as sentences with a cure. Steps append; `finish` raises."""
 
-    def __init__(self, model: nn.Module, policy: HybridPolicy) -> None:
+    def __init__(self, model: nn.Module, policy: WrapPolicy) -> None:
         self.tree, self.policy, self.problems, self.chosen = ModuleTree(model), policy, [], []
         self.stacks = find_blocks(self.tree)
         self.blocks = describe_blocks(self.tree, self.stacks)

@@ -8,7 +8,7 @@ from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.draft import PlanDraft
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.steps import (
     add_blocks,
@@ -47,7 +47,7 @@ STEPS: tuple[Callable[[PlanDraft], None], ...] = (
 def make_wrap_plan(
     model: nn.Module,
     *,
-    policy: HybridPolicy | None = None,
+    policy: WrapPolicy | None = None,
     steps: Sequence[Callable[[PlanDraft], None]] = STEPS,
 ) -> WrapPlan:
     """Decide which parameters of `model` FSDP gathers together, and why; return the plan.
@@ -77,10 +77,10 @@ def make_wrap_plan(
 
 
 def plan_with_tree(
-    model: nn.Module, policy: HybridPolicy | None = None, steps: Sequence[Callable[[PlanDraft], None]] = STEPS
+    model: nn.Module, policy: WrapPolicy | None = None, steps: Sequence[Callable[[PlanDraft], None]] = STEPS
 ) -> tuple[WrapPlan, ModuleTree]:
     """The plan of `make_wrap_plan`, and the tree of the model's modules for which its rules were checked."""
-    draft = PlanDraft(model, as_policy(policy) or HybridPolicy())
+    draft = PlanDraft(model, as_policy(policy) or WrapPolicy())
     for step in steps:
         step(draft)
     plan = draft.finish()

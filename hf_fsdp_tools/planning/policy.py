@@ -16,15 +16,15 @@ UnitPredicate = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridPolicy:
-    """How units are chosen. Every default comes from the model itself, so `HybridPolicy()` fits any model.
+class WrapPolicy:
+    """How units are chosen. Every default comes from the model itself, so `WrapPolicy()` fits any model.
 
     Precedence, strongest first: the rules of a correct plan (a policy that would break one raises) · `replicate` ·
     `units` · `block_types` · detected blocks · `expert_unit_params` · `min_unit_params` · the tail.
     `reshard_after_forward` is laid over the finished units.
 
     Example:
-        >>> policy = HybridPolicy(block_types=("LlamaMLP", "LlamaAttention"), min_unit_params=2e7)
+        >>> policy = WrapPolicy(block_types=("LlamaMLP", "LlamaAttention"), min_unit_params=2e7)
         >>> len(make_wrap_plan(build_meta_model("checkpoint"), policy=policy).units)
         9
     """
@@ -66,20 +66,20 @@ class HybridPolicy:
                 f"units; for all units, write {{'*': {self.reshard_after_forward!r}}}."
             )
         if problems:
-            raise WrapPlanError("HybridPolicy: " + " ".join(problems))
+            raise WrapPlanError("WrapPolicy: " + " ".join(problems))
 
 
-def as_policy(value: Any) -> HybridPolicy | None:
+def as_policy(value: Any) -> WrapPolicy | None:
     """A policy; of the name or class of a block, or several, one with these `block_types`. None stays None."""
-    if value is None or isinstance(value, HybridPolicy):
+    if value is None or isinstance(value, WrapPolicy):
         return value
     types = value if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module)) for one in types):
         raise ConfigError(
-            f"policy is {quoted(value)}: it must be a HybridPolicy(…), or names or classes of blocks, as "
+            f"policy is {quoted(value)}: it must be a WrapPolicy(…), or names or classes of blocks, as "
             "'LlamaDecoderLayer'."
         )
-    return HybridPolicy(block_types=tuple(types))
+    return WrapPolicy(block_types=tuple(types))
 
 
 def matching_nodes(tree: ModuleTree, wanted: type[nn.Module] | str, *, problems: list[str]) -> list[ModuleNode]:

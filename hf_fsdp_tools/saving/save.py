@@ -58,7 +58,7 @@ def save_pretrained(
     model: nn.Module,
     folder: str | PathLike[str],
     *,
-    tokenizer: Any = None,
+    processing_class: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     staging_bytes: int = STAGING_BYTES,
@@ -90,7 +90,7 @@ def save_pretrained(
             new shards have the save's mark in them (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind
             of model that would be opened with the new ones are renamed to `*.former`, with a warning: those of an
             adapter, or `config.json` of full weights that are not the base of the adapter. In a store they are refused.
-        tokenizer: saved beside the model.
+        processing_class: a tokenizer or processor, saved next to the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
         max_shard_size: largest weight file, in bytes or as "5GB"; a larger tensor has a file of its own.
@@ -148,7 +148,7 @@ def save_pretrained(
         raise ConfigError(f"push_to_hub uploads from a folder, and {url!r} is none. Save to a folder, or leave it out.")
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
     place = url or Path(fspath(folder).removeprefix("file://"))
-    begun = begin_save(model, place, tokenizer=tokenizer, model_card=model_card, **options)
+    begun = begin_save(model, place, tokenizer=processing_class, model_card=model_card, **options)
     if isinstance(begun, SaveReport):
         return push_saved(model, begun, target)
     if blocking:

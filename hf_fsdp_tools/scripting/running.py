@@ -64,7 +64,7 @@ def load_model(
     """
     from trl import get_peft_config, get_quantization_config
 
-    from hf_fsdp_tools import HybridPolicy, describe_sharding, from_pretrained
+    from hf_fsdp_tools import WrapPolicy, describe_sharding, from_pretrained
 
     computed = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     options = {
@@ -79,7 +79,7 @@ def load_model(
     if model_args.load_in_4bit:
         options["quantization_config"] = get_quantization_config(replace(model_args, dtype=computed or "float32"))
     if frozen:
-        options |= {"dtype": computed or model_args.dtype, "policy": HybridPolicy(reshard_after_forward={"*": True})}
+        options |= {"dtype": computed or model_args.dtype, "policy": WrapPolicy(reshard_after_forward={"*": True})}
     else:
         _say_estimate(model_args, training, accelerator)
     logger = logging.getLogger("transformers.modeling_utils")

@@ -79,7 +79,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
-        >>> setup = setup_of("dpo", script, training, model_args, gpu="h100-80gb", num_gpus=8)
+        >>> setup = setup_of("dpo", script, training, model_args, gpu="h100-80gb", num_processes=8)
         >>> setup.batch_size, setup.rows_per_example
         (1, 2)
     """
@@ -96,7 +96,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     targets, dtype = get("lora_target_modules") if adapts else "all-linear", get("dtype") or "float32"
     targets = targets if isinstance(targets, str | None) else tuple(targets)
     values = {
-        "seq_len": max(lengths) * (2 if own.lengths == ("max_completion_length",) else 1),
+        "max_length": max(lengths) * (2 if own.lengths == ("max_completion_length",) else 1),
         "batch_size": get("per_device_train_batch_size"),
         "rows_per_example": len(columns.split(",")) if columns else own.rows,
         "gradient_accumulation_steps": get("gradient_accumulation_steps", 1),
@@ -130,7 +130,7 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
     values |= {f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()}
     return values | {
         "gpu": gpu_named(device_title(accelerator.device) or "").name,
-        "num_gpus": accelerator.num_processes,
+        "num_processes": accelerator.num_processes,
         "gpus_per_node": rank_on_node()[1],
         "precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
         "ep_size": plugin.ep_size,
@@ -171,7 +171,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
         "model_name_or_path": model,
         "dataset_name": "DATASET",
         own.frozen: setup.frozen_models[0] if own.frozen and setup.frozen_models else None,
-        **{name: setup.seq_len // (2 if "completion" in name else 1) for name in own.lengths},
+        **{name: setup.max_length // (2 if "completion" in name else 1) for name in own.lengths},
         "per_device_train_batch_size": setup.batch_size,
         "gradient_accumulation_steps": steps,
         "optim": optim if setup.optimizer != "adamw" else None,

@@ -18,7 +18,7 @@ from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
@@ -30,7 +30,7 @@ from hf_fsdp_tools.sharding.shard import apply_again, features
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
-def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
+def plan_with_adapters(model: nn.Module, policy: WrapPolicy) -> WrapPlan:
     """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`."""
     base = base_of(model)
     for config in getattr(model, "peft_config", {}).values():

@@ -224,7 +224,7 @@ _SHARE = 0.5
 
 
 @contextmanager
-def gathered_units(model: nn.Module, gathered: bool = True) -> Iterator[None]:
+def unsharded(model: nn.Module, gathered: bool = True) -> Iterator[None]:
     """A block in which a sharded model keeps all its weights gathered, for any number of `generate` calls in it.
 
     A single `model.generate(…)` does so by itself where the weights take at most half of the memory that is free on
@@ -242,7 +242,7 @@ def gathered_units(model: nn.Module, gathered: bool = True) -> Iterator[None]:
 
     Example:
         >>> model = from_pretrained("checkpoint")
-        >>> with gathered_units(model):
+        >>> with unsharded(model):
         ...     first = model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
         ...     second = model.generate(torch.tensor([[5]]), max_new_tokens=4)
         >>> second.shape[0]
@@ -276,11 +276,11 @@ def _kept(root: nn.Module) -> Iterator[None]:
 
 
 def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer `model.generate(…)` on shards; every rank must call, but within `gathered_units`."""
+    """Answer `model.generate(…)` on shards; every rank must call, but within `unsharded`."""
     assert isinstance(model, FSDPModule)
     asked = note_of(model).gathered
     if asked is None:
-        with gathered_units(model, _fits(model)):
+        with unsharded(model, _fits(model)):
             return _generate(model, plain, *args, **kwargs)
     if asked:
         gather_units(model)  # nothing, unless a save in the block has sharded them

@@ -103,7 +103,7 @@ def check_partial_resharding(tree: ModuleTree, plan: WrapPlan, ranks: int) -> No
                 f"Unit {unit.modules[0] or 'root'!r} has reshard_after_forward={unit.reshard_after_forward}, and "
                 f"{weight.names[0]!r} of shape {weight.shape} is split along dimension {dim}, having too few rows for "
                 f"{ranks} ranks: FSDP2 reshards over fewer ranks along dimension 0 only. Use True or False for this "
-                "unit: HybridPolicy(reshard_after_forward={…: True})."
+                "unit: WrapPolicy(reshard_after_forward={…: True})."
             )
 
 

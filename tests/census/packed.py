@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_fsdp_tools import build_meta_model, from_pretrained
+from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.conversion import map_loading, persistent_tensors
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -26,6 +26,7 @@ from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.proof.case import NotBuiltError, tiny_case
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, loss_of
+from hf_fsdp_tools.steps import build_meta_model
 from tests.census import trained
 from tests.census.defaults import build_config
 from tests.census.rows import Census, Row, is_causal, model_classes

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_fsdp_tools import build_meta_model, detect_blocks, make_wrap_plan
+from hf_fsdp_tools.steps import build_meta_model, detect_blocks, make_wrap_plan
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row
 

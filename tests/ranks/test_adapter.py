@@ -40,14 +40,13 @@ from hf_fsdp_tools import (
     diagnose,
     from_pretrained,
     make_accelerator,
-    make_wrap_plan,
     save_pretrained,
-    shard_model,
 )
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import (
     assert_same_tensors,
     full,

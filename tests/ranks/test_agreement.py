@@ -12,7 +12,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state
-from hf_fsdp_tools.distributed.rounds import patience
+from hf_fsdp_tools.distributed.rounds import rank_timeout
 from tests._dist import run_cases, run_ranks
 
 
@@ -95,7 +95,12 @@ def an_absent_rank_is_named_and_given_up():
 def a_lost_rank_is_waited_for_once_however_deep_the_blocks():
     """Ranks 0 and 1 give rank 2 up in the inner block, and do not wait for it again where the outer blocks end."""
     rank = dist.get_rank()
-    with patience(0.5), pytest.raises(RanksError, match="While reading a part"), agreed("loading"), agreed("reading"):
+    with (
+        rank_timeout(0.5),
+        pytest.raises(RanksError, match="While reading a part"),
+        agreed("loading"),
+        agreed("reading"),
+    ):
         if rank == 2:
             stay_away_until("left 0", "left 1")
         with agreed("reading a part"):

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
-    HybridPolicy,
     ParallelDims,
     ParameterEMA,
+    WrapPolicy,
     from_pretrained,
     make_accelerator,
     resize_token_embeddings,
@@ -67,7 +67,7 @@ def expected(kind: str, folder: Path, way: str) -> dict[str, torch.Tensor]:
 
 WAYS = {
     "sharded": ("llama", {}),
-    "tied": ("tied", {"policy": HybridPolicy(replicate=("model.norm.weight",))}),
+    "tied": ("tied", {"policy": WrapPolicy(replicate=("model.norm.weight",))}),
     "replicated": ("llama", {"mesh": ParallelDims(dp_replicate_size=2)}),
     "lora": ("llama", {"peft_config": LORA}),
     "bf16": ("llama", {"dtype": "bf16"}),

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretrained, wait_for_saves
+from hf_fsdp_tools import WrapPolicy, background, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed import agreement, liveness
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
@@ -99,7 +99,7 @@ def save_both_ways(model: Any, folder: Path, *, live: Any = None, **options: Any
 
 def values_of_the_moment(source: Path, target: Path) -> None:
     save_both_ways(loaded("mixtral", source / "mixtral"), target / "experts one by one, cast", dtype=torch.bfloat16)
-    whole = HybridPolicy(replicate=("model.norm.weight", "model.embed_tokens"))
+    whole = WrapPolicy(replicate=("model.norm.weight", "model.embed_tokens"))
     save_both_ways(from_pretrained(source / "llama", policy=whole), target / "whole parameters")
     offload = CPUOffloadPolicy(pin_memory=False)
     save_both_ways(from_pretrained(source / "llama", offload_policy=offload), target / "shards on the host")

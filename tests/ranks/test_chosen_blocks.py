@@ -8,11 +8,12 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from hf_fsdp_tools import HybridPolicy, Muon, WrapPlan, make_wrap_plan, shard_model
+from hf_fsdp_tools import Muon, WrapPolicy
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.extensions.float8 import float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.sharding import Float8Policy
+from hf_fsdp_tools.steps import WrapPlan, make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 
@@ -41,7 +42,7 @@ class Strange(nn.Module):
 
 def blocks_of_a_stranger() -> None:
     torch.manual_seed(0)
-    model, policy = Strange(), HybridPolicy(block_types=("Alpha", "Beta"))
+    model, policy = Strange(), WrapPolicy(block_types=("Alpha", "Beta"))
     plan = make_wrap_plan(model, policy=policy)
     assert plan.blocks == ("alpha", "beta") and WrapPlan.from_json(plan.to_json()) == plan
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
@@ -75,7 +76,7 @@ def rows_shared_by_two_stacks() -> None:
     plain, ids = LlamaForCausalLM(tiny_config("llama", 2)), torch.arange(3, 15)[None]
     plain.model = Decoder(plain.config)
     model = copy.deepcopy(plain)
-    plan = make_wrap_plan(model, policy=HybridPolicy(block_types=("Early", "LlamaDecoderLayer")))
+    plan = make_wrap_plan(model, policy=WrapPolicy(block_types=("Early", "LlamaDecoderLayer")))
     shard_model(model, plan, mesh=ParallelDims(cp_size=2).build_mesh("cpu"))
     for each in (model, plain):
         each(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -16,17 +16,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_fsdp_tools import (
-    ConfigError,
-    ParallelDims,
-    add_adapter,
-    from_pretrained,
-    make_accelerator,
-    make_wrap_plan,
-    save_pretrained,
-    shard_model,
-)
+from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.extensions import context_parallel
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn

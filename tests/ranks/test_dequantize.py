@@ -19,18 +19,10 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations import compressed_tensors
 
-from hf_fsdp_tools import (
-    CheckpointError,
-    ParallelDims,
-    build_meta_model,
-    from_pretrained,
-    load_weights,
-    make_wrap_plan,
-    save_pretrained,
-    shard_model,
-)
+from hf_fsdp_tools import CheckpointError, ParallelDims, from_pretrained, save_pretrained
 from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import (
     ORDERED,
     QUANTIZED,

@@ -18,7 +18,7 @@ from hf_fsdp_tools.diagnostics.diagnosis import diagnose
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
@@ -106,7 +106,7 @@ def no_unit_or_the_root_alone() -> None:
     _expect(diagnose(make_model("llama")), "not-sharded", "error", fact, r"shard_model\(model")
     diagnosis = diagnose(fully_shard(make_model("llama"), mesh=_mesh()))
     fact = r"gathers 45\.9 K of 45\.9 K parameters"
-    finding = _expect(diagnosis, "root-only", "error", fact, r"HybridFSDPPlugin")
+    finding = _expect(diagnosis, "root-only", "error", fact, r"FSDPPlugin")
     assert "at once, in (root)" in finding.fact
     assert _codes(diagnosis) == ["root-only"], "what follows from it is not repeated"
 
@@ -125,13 +125,13 @@ def blocks_are_missed_and_a_unit_is_too_large() -> None:
 
 def a_given_plan_is_compared_unit_by_unit() -> None:
     model = _sharded()
-    plan = make_wrap_plan(make_model("llama"), policy=HybridPolicy(block_types=("LlamaMLP", "LlamaAttention")))
+    plan = make_wrap_plan(make_model("llama"), policy=WrapPolicy(block_types=("LlamaMLP", "LlamaAttention")))
     fact = r"4 of its 8 units are not there \(model\.layers\.0\.self_attn"
     _expect(diagnose(model, plan=plan), "plan-mismatch", "warning", fact, r"shard_model\(model, plan\)")
-    found = _codes(diagnose(model, policy=HybridPolicy(block_types=("LlamaMLP",))))
+    found = _codes(diagnose(model, policy=WrapPolicy(block_types=("LlamaMLP",))))
     assert not found, "a policy asks for no exact units"
     with pytest.raises(WrapPlanError, match="NoSuchLayer"):
-        diagnose(model, policy=HybridPolicy(block_types=("NoSuchLayer",)))
+        diagnose(model, policy=WrapPolicy(block_types=("NoSuchLayer",)))
 
 
 def added_after_sharding_or_nan() -> None:
@@ -180,7 +180,7 @@ ONE_MODEL = r"same model with the same policy"
 
 def policies_buffers_or_models_differ() -> None:
     """Nothing is sharded yet, so nothing can hang."""
-    policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(block_types=("LlamaMLP",))
+    policy = WrapPolicy() if dist.get_rank() == 0 else WrapPolicy(block_types=("LlamaMLP",))
     fact = r"rank 1: \d+ differences from rank 0: unit model\.layers\.0\.mlp \(9648 parameters\) is not on rank 0"
     _expect(diagnose(make_model("llama"), policy=policy), "plans-differ", "error", fact, ONE_MODEL)
     rotary = _sharded()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ConfigError, HybridPolicy
+from hf_fsdp_tools import ConfigError, WrapPolicy
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -87,7 +87,7 @@ DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r'mp_policy.reduce_dtype is null on rank 0, "torch.float32" on rank 1. Give the same on every rank',
     ),
     "offload_policy": ({}, {"offload_policy": CPUOffloadPolicy()}, "offload_policy"),
-    "policy": ({}, {"policy": HybridPolicy(reshard_after_forward={"*": False})}, "policy"),
+    "policy": ({}, {"policy": WrapPolicy(reshard_after_forward={"*": False})}, "policy"),
     "auto_class": ({}, {"auto_class": AutoModelForSequenceClassification}, "auto_class"),
     "staging_bytes": ({}, {"load_kwargs": {"staging_bytes": 2**21}}, "load_kwargs.staging_bytes is not given"),
     "an argument of the config": ({}, {"num_labels": 7}, "model_kwargs.num_labels"),
@@ -115,7 +115,7 @@ def other_staging_bytes_dtypes_and_functions(folder: Path) -> None:
     model = make_model("llama", dtype=mine(torch.float32, torch.bfloat16))
     mesh = ParallelDims().build_mesh("cpu")
     assert "parameters.bfloat16" in refusal(lambda: shard_model(model, make_wrap_plan(model), mesh=mesh), ConfigError)
-    from_pretrained(folder, policy=HybridPolicy(units=(lambda fqn, module: None,)), auto_class=AutoModelForCausalLM)
+    from_pretrained(folder, policy=WrapPolicy(units=(lambda fqn, module: None,)), auto_class=AutoModelForCausalLM)
 
 
 def test_arguments_that_differ_are_named(copies: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, parallelize_model, shard_model
+from hf_fsdp_tools import ConfigError, ParallelDims
+from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import named, run_cases, run_ranks
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import (
     ConfigError,
-    HybridFSDPPlugin,
+    FSDPPlugin,
     export_checkpoint,
     from_pretrained,
     make_accelerator,
@@ -63,7 +63,7 @@ def accelerates_sharded_state(folders: dict[str, Path], root: Path) -> None:
 
 
 def accelerates_state_of_fsdp1(folders: dict[str, Path], root: Path) -> None:
-    plugin = HybridFSDPPlugin(fsdp_version=1)
+    plugin = FSDPPlugin(fsdp_version=1)
     plugin.set_state_dict_type(StateDictType.SHARDED_STATE_DICT)
     accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
     model = accelerator.prepare(plain_model("tied", folders["tied"]))

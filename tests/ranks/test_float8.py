@@ -25,16 +25,15 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
     Float8Policy,
-    HybridFSDPPlugin,
-    HybridPolicy,
+    FSDPPlugin,
     ParallelDims,
     ParameterEMA,
+    WrapPolicy,
     describe_sharding,
     from_pretrained,
-    gathered_units,
     make_accelerator,
-    make_wrap_plan,
     save_pretrained,
+    unsharded,
 )
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions import float8
@@ -42,6 +41,7 @@ from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding import placement
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
@@ -201,7 +201,7 @@ def evaluation_generation_and_averages(folder: Path) -> None:
     with torch.no_grad():  # the head's inputs alone: TRL's losses in pieces do not call the model
         reference.eval(), model.eval()
         expected = reference.generate(IDS[:2], max_new_tokens=2, do_sample=False)
-        with gathered_units(model):
+        with unsharded(model):
             assert torch.equal(model.generate(IDS[:2], max_new_tokens=2, do_sample=False), expected)
         assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
         with average.applied():
@@ -232,10 +232,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 RARE: dict[str, dict[str, Any]] = {
     "plain": {},
-    "kept": {"policy": HybridPolicy(reshard_after_forward={"*": False})},
+    "kept": {"policy": WrapPolicy(reshard_after_forward={"*": False})},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "compiled": {"compile": {"backend": "aot_eager"}},
-    "one unit": {"policy": HybridPolicy(min_unit_params=10**9)},
+    "one unit": {"policy": WrapPolicy(min_unit_params=10**9)},
 }
 
 
@@ -431,8 +431,8 @@ def words_that_are_refused(folder: Path) -> None:
     for precision, handlers, plugin, said in (
         ("fp8", [object.__new__(TERecipeKwargs)], None, "AORecipeKwargs"),
         ("bf16", [AORecipeKwargs()], None, "mixed_precision='fp8'"),
-        ("fp8", None, HybridFSDPPlugin(fsdp_version=1), "needs FSDP2"),
-        ("fp8", None, HybridFSDPPlugin(mixed_precision_policy="bf16"), "policy of its own"),
+        ("fp8", None, FSDPPlugin(fsdp_version=1), "needs FSDP2"),
+        ("fp8", None, FSDPPlugin(mixed_precision_policy="bf16"), "policy of its own"),
     ):
         with pytest.raises(ConfigError, match=said):
             new_accelerator(mixed_precision=precision, kwargs_handlers=handlers, fsdp_plugin=plugin)

@@ -79,7 +79,7 @@ class Exchanges(TorchDispatchMode):
 
 
 def exchanged(name: str) -> Counter[tuple[str, float]]:
-    training = Training(case_named(name), "tiny", num_gpus=2, device=torch.device("cpu"))
+    training = Training(case_named(name), "tiny", num_processes=2, device=torch.device("cpu"))
     training.step()
     with Exchanges() as exchanges:
         training.step()
@@ -167,7 +167,7 @@ def test_what_ranks_that_share_rows_exchange_is_estimated():
     step, size = estimated_on_cpus(case_named(SHARED), "tiny", 2), SIZES["tiny"]
     exchanged = [event for event in step.events if isinstance(event, Work) and event.operation == "all_to_all"]
     assert {(work.axis, work.ranks) for work in exchanged} == {("rows", 2)}
-    of_head = 2 * size.batch_size * size.seq_len // 2 * size.head_dim
+    of_head = 2 * size.batch_size * size.max_length // 2 * size.head_dim
     each_way = of_head * 2 * (size.heads + size.key_heads)
     assert sum(work.num_bytes for work in exchanged) == 2 * size.layers * each_way
     assert len(exchanged) == 2 * 4 * size.layers
@@ -182,7 +182,7 @@ def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_estimated(
     estimated = Counter({(work.operation, work.num_bytes): 0 for work in works})
     estimated.update((work.operation, work.num_bytes) for work in works)
     size = SIZES["tiny"]
-    hidden = 2 * size.batch_size * size.seq_len * size.hidden
+    hidden = 2 * size.batch_size * size.max_length * size.hidden
     if name == "shared layers":  # of each layer 2 outputs and 5 gradients of inputs; embedding and head
         assert estimated == {("all_reduce", hidden): 7 * size.layers + 2}
     else:  # to 2 experts for each token, and back, in both passes

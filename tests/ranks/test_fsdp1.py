@@ -25,7 +25,7 @@ from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.streaming.live import live_weights
@@ -221,7 +221,7 @@ def refusals_name_the_cure_on_every_rank_alike():
     pair = (alone, dist.new_group([0, 1]))
     refuse(ConfigError, r"shard group of 1", sharding_strategy=hybrid, process_group=pair)
     refuse(WrapPlanError, r"does not fit GPT2LMHeadModel", target=make_model("gpt2"))
-    odd = plan if dist.get_rank() == 0 else make_wrap_plan(model, policy=HybridPolicy(group_tail=False))
+    odd = plan if dist.get_rank() == 0 else make_wrap_plan(model, policy=WrapPolicy(group_tail=False))
     refuse(ConfigError, r"different arguments: plan.digest is .* on rank 1. Give the same", plan=odd)
     some = model if dist.get_rank() == 0 else build_meta_model(model.config)
     refuse(ConfigError, r"is_on_meta is false on rank 0, true on rank 1", target=some)

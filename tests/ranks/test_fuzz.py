@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
-    HybridFSDPPlugin,
+    FSDPPlugin,
     ParallelDims,
     clip_grad_norm_,
     from_pretrained,
@@ -206,7 +206,7 @@ def loop(draw: Draw, part: int, files: Path, folder: Path) -> list[float]:
 
 def accelerate(draw: Draw, part: int, files: Path, folder: Path) -> list[float]:
     sizes = dict(draw.layouts[part][1])
-    plugin = HybridFSDPPlugin(ep_size=sizes.pop("ep_size", 1), activation_checkpointing=bool(draw.recompute))
+    plugin = FSDPPlugin(ep_size=sizes.pop("ep_size", 1), activation_checkpointing=bool(draw.recompute))
     settings: dict[str, Any] = {"gradient_accumulation_steps": draw.accumulation}
     if draw.keeps_gradients:
         settings = {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=draw.accumulation)}

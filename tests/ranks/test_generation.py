@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, gathered_units
+from hf_fsdp_tools import from_pretrained, unsharded
 from hf_fsdp_tools.sharding import hf_interface
 from tests._checkpoints import lora
 from tests._dist import run_cases, run_ranks
@@ -88,7 +88,7 @@ def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
     for gathered in (True, False):
         run: list[None] = []
         hook = model.register_forward_hook(lambda *_, run=run: run.append(None))
-        with gathered_units(model, gathered):
+        with unsharded(model, gathered):
             made = model.generate(input_ids=mine(PROMPTS), **asked)
         hook.remove()
         assert torch.equal(made, plain.generate(mine(PROMPTS), **asked)) and is_sharded(model)
@@ -100,7 +100,7 @@ def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
 
 def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
     model: Any = from_pretrained(folder)
-    with gathers_counted() as gathers, gathered_units(model):
+    with gathers_counted() as gathers, unsharded(model):
         if dist.get_rank() == 0:
             for length in (1, 3):
                 assert model.generate(PROMPTS[:1], **{**GREEDY, "max_new_tokens": length}).shape == (1, 5 + length)
@@ -108,13 +108,13 @@ def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
             model.generate(PROMPTS, nonsense=1)
         assert model.generate(PROMPTS, **GREEDY).shape == (4, 12)
     assert is_sharded(model) and len(gathers) == gathers_of_one_pass(model)
-    with pytest.raises(ZeroDivisionError), gathered_units(model):
+    with pytest.raises(ZeroDivisionError), unsharded(model):
         1 / 0  # noqa: B018
     assert is_sharded(model)
-    with gathered_units(model):
+    with unsharded(model):
         model.state_dict()  # which shards the units, as a save does
         assert model.generate(PROMPTS[: dist.get_rank() + 1], **GREEDY).shape[0] == dist.get_rank() + 1
-    with gathered_units(torch.nn.Linear(1, 1)) as nothing:
+    with unsharded(torch.nn.Linear(1, 1)) as nothing:
         assert nothing is None
 
 

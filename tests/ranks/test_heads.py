@@ -16,10 +16,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, load_weights, save_pretrained, wait_for_saves
+from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.saving import save
+from hf_fsdp_tools.steps import load_weights
 from hf_fsdp_tools.text import show_bytes
 from tests._checkpoints import (
     QUANTIZED,

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, make_wrap_plan, shard_model
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.integrations.model import check_managed
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_cases, run_ranks
 

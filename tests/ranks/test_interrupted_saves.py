@@ -513,7 +513,7 @@ def refused(save: Callable[[], object], match: str, kind: type[Exception] = Chec
 
 
 def tokenizer_cannot_be_saved(model: Any, _: Any, target: Path) -> None:
-    refused(lambda: save_pretrained(model, target, tokenizer=NoTokenizer()), "config and tokenizer .*KeyError")
+    refused(lambda: save_pretrained(model, target, processing_class=NoTokenizer()), "config and tokenizer .*KeyError")
 
 
 def disk_is_full_or_folder_removed_meanwhile(model: Any, _: Any, target: Path) -> None:

@@ -14,20 +14,13 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_fsdp_tools import (
-    ConfigError,
-    ParallelDims,
-    add_adapter,
-    from_pretrained,
-    live_weights,
-    make_wrap_plan,
-    save_pretrained,
-)
+from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_pretrained, live_weights, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.steps import make_wrap_plan
 from hf_fsdp_tools.streaming import held
 from hf_fsdp_tools.streaming.live import LiveWeights
 from tests._checkpoints import (

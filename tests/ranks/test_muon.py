@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, HybridPolicy, Muon, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, Muon, ParallelDims, WrapPolicy, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import cut
 from hf_fsdp_tools.extensions.muon.owners import matrices_in
 from hf_fsdp_tools.sharding.checks import check_kind
@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "bf16": (2, "llama", {"dtype": torch.bfloat16}, {}),
     "experts": (2, "mixtral", {}, {"bucket_bytes": 10_000}),
     "transposed, at torch's rate": (2, "gpt2", {}, TORCHS_RATE),
-    "whole": (2, "llama", {"policy": HybridPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
+    "whole": (2, "llama", {"policy": WrapPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
     "uneven": (3, "deepseek_v3", {}, {"bucket_bytes": 5_000}),
     "empty": (3, "tied", {}, {}),
     "replicas": (4, "mixtral", {"mesh": ParallelDims(dp_replicate_size=2, dp_shard_size=2)}, {}),

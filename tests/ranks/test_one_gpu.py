@@ -26,17 +26,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
-    HybridFSDPPlugin,
-    HybridPolicy,
+    FSDPPlugin,
     ParallelDims,
+    WrapPolicy,
     add_adapter,
     diagnose,
     from_pretrained,
-    load_weights,
-    make_wrap_plan,
     resize_token_embeddings,
     save_pretrained,
-    shard_model,
 )
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -46,6 +43,7 @@ from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, bits, full, make_quantized
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
@@ -187,12 +185,12 @@ def _staged(folder: Path) -> None:
 # ---- precision ----
 
 
-WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
+WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 
 
 def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> None:
     """Offloaded shards, on the CPU, stand in one group with whole parameters, on the device."""
-    plugin = HybridFSDPPlugin(policy=WHOLE if offload else None, cpu_offload=offload)
+    plugin = FSDPPlugin(policy=WHOLE if offload else None, cpu_offload=offload)
     accelerator = new_accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
     if mixed_precision == "fp16" and not _is_gpu():
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
@@ -239,7 +237,7 @@ def _compiled_without_graphs(folder: Path) -> None:
 
 
 def _resumed(folder: Path, out: Path, offload: bool) -> None:
-    plugin = HybridFSDPPlugin(cpu_offload=offload)
+    plugin = FSDPPlugin(cpu_offload=offload)
     accelerator = new_accelerator(fsdp_plugin=plugin)
 
     def fresh() -> tuple[Any, Any]:

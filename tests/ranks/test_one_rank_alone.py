@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import RanksError, from_pretrained, make_accelerator, patience, save_pretrained
+from hf_fsdp_tools import RanksError, from_pretrained, make_accelerator, rank_timeout, save_pretrained
 from hf_fsdp_tools.distributed import liveness
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -53,7 +53,7 @@ def rank_0_alone_runs_forward(folder: Path) -> None:
     model = from_pretrained(folder)
     said = "rank 0 is in no call of hf_fsdp_tools; every rank must call, and run each forward pass .*generate"
     if dist.get_rank() == 1:
-        with patience(1), pytest.raises(RanksError, match=said):
+        with rank_timeout(1), pytest.raises(RanksError, match=said):
             accelerator.wait_for_everyone()
     model(IDS)
     if dist.get_rank() == 0:

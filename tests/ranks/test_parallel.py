@@ -19,20 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import (
-    HybridFSDPPlugin,
-    ParallelDims,
-    build_meta_model,
-    from_pretrained,
-    make_accelerator,
-    make_wrap_plan,
-    parallelize_model,
-    save_pretrained,
-    shard_model,
-)
+from hf_fsdp_tools import FSDPPlugin, ParallelDims, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
@@ -290,7 +281,7 @@ ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.
 def prepared(parent: Path, sizes: dict[str, int], ep_size: int, optimizer: Any = ADAMW, **options: Any) -> Any:
     """An accelerator for a layout, and a model with its optimizer."""
     config = ParallelismConfig(**sizes) if sizes else None
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ep_size=ep_size), parallelism_config=config)
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=FSDPPlugin(ep_size=ep_size), parallelism_config=config)
     options["load_kwargs"] = {"progress": False, "seed": 1}
     model = from_pretrained(folder_of("qwen3_moe", parent), accelerator=accelerator, **options).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator
+from hf_fsdp_tools import WrapPolicy, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.rounds import Rounds
@@ -64,7 +64,7 @@ def settings_reach_the_step_they_are_for(folders, dtype, root):
     model = from_pretrained(
         folder,
         mesh=mesh,
-        policy=HybridPolicy(group_tail=False),
+        policy=WrapPolicy(group_tail=False),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         activation_checkpointing=True,
         attn_implementation="eager",

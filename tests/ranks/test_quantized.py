@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, G
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
-    HybridFSDPPlugin,
+    FSDPPlugin,
     ParallelDims,
     describe_sharding,
     from_pretrained,
-    load_weights,
     make_accelerator,
     resize_token_embeddings,
     save_pretrained,
@@ -31,6 +30,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.loading.quantized import four_bits as packing
 from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from hf_fsdp_tools.sharding.added import shard_added
+from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import assert_same_tensors, full_state, randomize, refusal, small_llama, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged
@@ -203,7 +203,7 @@ def grown(compile: Any, folder: Path, output: Path) -> list[float]:
 def under_the_trainer(folder: Path, output: Path) -> None:
     """bf16, activations recomputed, the adapter read again; without an adapter, transformers refuses."""
     args = arguments(output / "run", max_steps=2, learning_rate=5e-5, bf16=True, save_strategy="steps", save_steps=1)
-    plugin = HybridFSDPPlugin(activation_checkpointing=True)
+    plugin = FSDPPlugin(activation_checkpointing=True)
     accelerator = make_accelerator(mixed_precision="bf16", cpu=True, fsdp_plugin=plugin)
     config = four_bits(bnb_4bit_compute_dtype=torch.bfloat16)
     options = {"dtype": torch.bfloat16, "accelerator": accelerator, "quantization_config": config}

@@ -14,19 +14,11 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_fsdp_tools import (
-    ConfigError,
-    HybridFSDPPlugin,
-    ParallelDims,
-    add_adapter,
-    from_pretrained,
-    make_wrap_plan,
-    parallelize_model,
-    shard_model,
-)
+from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, add_adapter, from_pretrained
 from hf_fsdp_tools.distributed import agreement
 from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.sharding.describe import describe_sharding
+from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
@@ -234,7 +226,7 @@ def both_hosts_train_as_without(folder: Path, out: Path) -> None:
     more = {prefix: True, f"{prefix}_offload": True, f"{prefix}_every_n_layers": 2, f"{prefix}_save_ops": "matmul"}
     found: dict[str, Any] = {}
     for settings in ({}, more):
-        accelerator = new_accelerator(mixed_precision="bf16", fsdp_plugin=HybridFSDPPlugin(**settings))
+        accelerator = new_accelerator(mixed_precision="bf16", fsdp_plugin=FSDPPlugin(**settings))
         model = from_pretrained(folder, accelerator=accelerator).train()
         runs = runs_of_blocks(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -8,7 +8,7 @@ import pytest
 from accelerate import ParallelismConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_fsdp_tools import HybridFSDPPlugin, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools import FSDPPlugin, ParallelDims, from_pretrained, make_accelerator
 from tests._checkpoints import make_checkpoint, make_quantized, refusal, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -18,7 +18,7 @@ LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
 def fsdp1_and_ranks_that_share(name: str, folder: Path) -> None:
     shared = ParallelismConfig(**{name: 2})
-    plugin = HybridFSDPPlugin(fsdp_version=1)
+    plugin = FSDPPlugin(fsdp_version=1)
     said = refusal(lambda: make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=shared))
     assert f"{name} above 1 needs FSDP2" in said, said
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import HybridPolicy, ParallelDims, from_pretrained
+from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.replicated import WholeGradient
 from tests._checkpoints import full
@@ -21,7 +21,7 @@ from tests._dist import named, num_gpus, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import apart, batches_of, full_gradients, full_parameters, make_rows
 
-WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
+WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 CLIP = 0.5
 NEEDS_TWO_GPUS = pytest.mark.skipif(num_gpus() < 2, reason=f"needs 2 CUDA devices; there are {num_gpus()}")
 

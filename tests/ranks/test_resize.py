@@ -21,7 +21,7 @@ from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
@@ -159,7 +159,7 @@ def refusals(folders, root):
 
 
 def resize_under_another_policy(folders, root):
-    policy = HybridPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
+    policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
     live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
     resize_token_embeddings(live, 140)
     assert sharding_of(live).plan == sharding_of(again).plan != make_wrap_plan(again)
@@ -180,7 +180,7 @@ def resize_with_settings(folders, root):
 
 def resize_what_is_not_sharded(folders, root):
     bert = type(make_model("bert"))
-    live = from_pretrained(folders["bert"], auto_class=bert, policy=HybridPolicy(replicate=("cls.predictions.bias",)))
+    live = from_pretrained(folders["bert"], auto_class=bert, policy=WrapPolicy(replicate=("cls.predictions.bias",)))
     resize_token_embeddings(live, 140)
     assert live.cls.predictions.bias.shape == (140,)
     tokens = torch.arange(12).reshape(1, 12) * (dist.get_rank() + 1)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-from hf_fsdp_tools import CheckpointError, ConfigError, HybridFSDPPlugin, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, FSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
 from tests._checkpoints import no_space
@@ -412,7 +412,7 @@ def sharded_elsewhere(sources, out):
             with pytest.raises(ConfigError, match=r"sharded already, and not by hf_fsdp_tools.*from_pretrained\("):
                 prepare(model)
     model = from_pretrained(sources["llama"], accelerator=new_accelerator())
-    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
+    accelerator = new_accelerator(fsdp_plugin=FSDPPlugin(fsdp_version=1))
     with pytest.raises(ConfigError, match=r"sharded by FSDP2 already.*fsdp_version 2"):
         accelerator.prepare(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 

@@ -280,7 +280,7 @@ def test_one_process_without_a_group_saves_too_with_its_tokenizer(folders: dict[
     model = build_meta_model(folders["llama"])
     load_weights(model, folders["llama"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")))
-    report = save_pretrained(model, tmp_path, tokenizer=tokenizer)
+    report = save_pretrained(model, tmp_path, processing_class=tokenizer)
     assert_same_checkpoint("llama", tmp_path, folders["llama"])
     assert (tmp_path / "tokenizer.json").exists()
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

@@ -17,10 +17,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, build_meta_model, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, FSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units
@@ -131,7 +132,7 @@ def _shard(model, **plugin) -> tuple[set[str], list[str]]:
     """The units of a plain model after `prepare` with that plugin, after a backward pass, and what was said."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(**plugin))
+        accelerator = make_accelerator(cpu=True, fsdp_plugin=FSDPPlugin(**plugin))
         model = accelerator.prepare(model)
         accelerator.backward(model(input_ids=_row()["input_ids"][None]).logits.sum())
     assert num_units(model) == len(sharding_of(model).plan.units)
@@ -182,13 +183,13 @@ def test_every_way_to_name_layers_makes_them_units():
 
 def _as_on_accelerators(plugin) -> Accelerator:
     """An Accelerator with its state as Accelerate leaves it on GPUs: distributed, FSDP, with the plugin."""
-    start_state(HybridFSDPPlugin(), mixed_precision=None, cpu=True, parallelism_config=None)
+    start_state(FSDPPlugin(), mixed_precision=None, cpu=True, parallelism_config=None)
     AcceleratorState().fsdp_plugin = plugin
     return Accelerator(fsdp_plugin=plugin)
 
 
 def our_plugin_and_a_plain_model(folder):
-    accelerator = _as_on_accelerators(HybridFSDPPlugin())
+    accelerator = _as_on_accelerators(FSDPPlugin())
     assert type(accelerator) is Accelerator and accelerator.is_fsdp2
     plain = make_model("tied")
     with pytest.raises(ConfigError, match=r"is about to wrap \w+ by its own rules.*make_accelerator"):
@@ -196,7 +197,7 @@ def our_plugin_and_a_plain_model(folder):
 
 
 def our_plugin_and_a_sharded_model(folder):
-    accelerator = _as_on_accelerators(HybridFSDPPlugin())
+    accelerator = _as_on_accelerators(FSDPPlugin())
     model = from_pretrained(folder, accelerator=accelerator)
     assert type(accelerator) is ShardedAccelerator
     held = list(model.parameters())
@@ -224,14 +225,14 @@ def accelerates_plugin_without(folder):
 
 
 def an_accelerator_for_cpus(folder):
-    accelerator = Accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin())
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FSDPPlugin())
     with pytest.raises(ConfigError, match=r"does not run FSDP2.*make_accelerator\(\)"):
         from_pretrained(folder, accelerator=accelerator)
 
 
 def an_accelerator_that_runs_fsdp1(folder):
     """As a config file without `fsdp_version` makes it."""
-    accelerator = make_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=1), cpu=True)
+    accelerator = make_accelerator(fsdp_plugin=FSDPPlugin(fsdp_version=1), cpu=True)
     with pytest.raises(ConfigError, match=r"runs FSDP1.*Write `fsdp_version: 2`"):
         from_pretrained(folder, accelerator=accelerator)
 

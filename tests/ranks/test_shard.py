@@ -18,18 +18,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from hf_fsdp_tools import diagnose, from_pretrained, load_weights, make_accelerator, save_pretrained
+from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.loading import bands, fill
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import train
@@ -111,7 +112,7 @@ def a_head_that_is_read_gets_the_gradients_of_all_ranks():
 
 def ranks_with_different_plans_stop():
     model = make_model("llama")
-    policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(group_tail=False)
+    policy = WrapPolicy() if dist.get_rank() == 0 else WrapPolicy(group_tail=False)
     with pytest.raises(ConfigError, match=r"different arguments: plan.digest is .* on rank 1. Give the same"):
         shard_model(model, make_wrap_plan(model, policy=policy), mesh=ParallelDims().build_mesh("cpu"))
     assert not isinstance(model, FSDPModule), "stopped before anything was sharded"
@@ -138,7 +139,7 @@ def awkward_parameters_train_or_are_refused_by_name() -> None:
     torch.manual_seed(0)
     plain = Awkward()
     model = copy.deepcopy(plain)
-    shard_model(model, make_wrap_plan(model, policy=HybridPolicy(min_unit_params=100, floor_params=0)))
+    shard_model(model, make_wrap_plan(model, policy=WrapPolicy(min_unit_params=100, floor_params=0)))
     for each in (plain, model):
         each(torch.ones(2, 8)).sum().backward()
     for name, parameter in plain.named_parameters():
@@ -188,13 +189,13 @@ def half_of_the_ranks_can_shard_a_model():
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
     model = make_model("llama")
-    plan = make_wrap_plan(model, policy=HybridPolicy(group_tail=rank < 2))
+    plan = make_wrap_plan(model, policy=WrapPolicy(group_tail=rank < 2))
     shard_model(model, plan, mesh=halves["shard"])
     assert torch.equal(full(model.lm_head.weight), make_model("llama").lm_head.weight)
     if rank < 2:  # the others are in no call
         other = make_model("llama")
         with pytest.raises(ConfigError, match=r"plan\.digest is .* on rank 1\. Give the same"):
-            shard_model(other, make_wrap_plan(other, policy=HybridPolicy(group_tail=rank == 0)), mesh=halves["shard"])
+            shard_model(other, make_wrap_plan(other, policy=WrapPolicy(group_tail=rank == 0)), mesh=halves["shard"])
 
 
 CODE = """

@@ -14,7 +14,7 @@ import transformers as hf
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
-from hf_fsdp_tools import from_pretrained, make_wrap_plan
+from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.distributed import rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import RanksError
@@ -23,6 +23,7 @@ from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.sharding import shard, skipped
 from hf_fsdp_tools.sharding.sharding import Sharding
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import from_pretrained, load_weights, save_pretrained, stores, wait_for_saves
+from hf_fsdp_tools import from_pretrained, save_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.stores import in_store
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import (
     add_heads,
     assert_same_model,
@@ -69,7 +70,7 @@ def a_kind_comes_back(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     """Boxes of either dimension, experts one by one, tied weights; the values are those that a folder would hold."""
     model = loaded(kind, folders[kind])
     report = save_pretrained(
-        model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, tokenizer=word_tokenizer()
+        model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, processing_class=word_tokenizer()
     )
     saved = fetched(kind, tmp / kind)
     found, expected = stored_tensors(saved), stored_tensors(folders[kind])

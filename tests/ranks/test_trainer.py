@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_fsdp_tools import ConfigError, HybridPolicy, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, WrapPolicy, from_pretrained, make_accelerator
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import (
@@ -32,7 +32,7 @@ from tests._training import (
 )
 
 ROWS = make_rows(40)
-WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight"))
+WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight"))
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 

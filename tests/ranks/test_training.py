@@ -24,20 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_fsdp_tools import (
-    ConfigError,
-    HybridFSDPPlugin,
-    HybridPolicy,
-    ParallelDims,
-    build_meta_model,
-    from_pretrained,
-    load_weights,
-    make_wrap_plan,
-    shard_model,
-)
+from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._dist import run_cases, run_ranks
 from tests._training import (
     ShardedTrainer,
@@ -179,7 +170,7 @@ def fp16_with_a_scaler(folder: Path) -> list[float]:
     if local_device().type == "cpu":
         accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
         adopt(accelerator, sync_each_batch=True)
-    model = from_pretrained(folder, accelerator=accelerator, policy=HybridPolicy(replicate=("model.norm",)))
+    model = from_pretrained(folder, accelerator=accelerator, policy=WrapPolicy(replicate=("model.norm",)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     part = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
@@ -206,12 +197,12 @@ def test_fp16_scales_the_loss_where_a_scaler_is_and_is_refused_where_none_is(fol
 # ---- clipping: one norm over plain and sharded parameters ----
 
 
-CLIPPED = HybridPolicy(replicate=("model.norm", "model.layers.0.input_layernorm"))
+CLIPPED = WrapPolicy(replicate=("model.norm", "model.layers.0.input_layernorm"))
 
 
 def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
     args = in_order(out, max_steps=1)
-    new_accelerator(fsdp_plugin=HybridFSDPPlugin(policy=CLIPPED))
+    new_accelerator(fsdp_plugin=FSDPPlugin(policy=CLIPPED))
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS))
     unscale = trainer.accelerator.unscale_gradients = Mock(wraps=trainer.accelerator.unscale_gradients)
@@ -333,7 +324,7 @@ def _gathers_of_a_step(model: nn.Module, steps: Callable[[], Any]) -> tuple[int,
 
 def _accumulated(reshard: bool, is_kept: bool, folder: Path, out: Path) -> tuple[int, Any]:
     """Two steps of two micro-batches each in a loop: gathers of each unit, losses, and the gradients of the last."""
-    plugin = HybridFSDPPlugin(policy=HybridPolicy(group_tail=False, reshard_after_forward={"*": reshard}))
+    plugin = FSDPPlugin(policy=WrapPolicy(group_tail=False, reshard_after_forward={"*": reshard}))
     accelerator = new_accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
     model = from_pretrained(folder, accelerator=accelerator).train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -437,7 +428,7 @@ def _both_switches(folder: Path, out: Path) -> None:
 
 def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
     settings = {"dynamo_backend": "aot_eager"} if compiled else {}
-    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=True), **settings)
+    accelerator = new_accelerator(fsdp_plugin=FSDPPlugin(activation_checkpointing=True), **settings)
     model = from_pretrained(folder, accelerator=accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(make_rows(3 * 2 * ROWS), batch_size=ROWS)
@@ -501,7 +492,7 @@ def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any, ...]:
-    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
+    accelerator = new_accelerator(fsdp_plugin=FSDPPlugin(cpu_offload=offload))
     model = from_pretrained(folder, accelerator=accelerator)
     assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

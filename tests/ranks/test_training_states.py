@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_fsdp_tools import CheckpointError, HybridFSDPPlugin, from_pretrained
+from hf_fsdp_tools import CheckpointError, FSDPPlugin, from_pretrained
 from hf_fsdp_tools.loading import adapter_state
 from hf_fsdp_tools.loading.fill import fill_shards
 from tests._checkpoints import assert_same_model, full_state, plain_model, stored_tensors
@@ -53,7 +53,7 @@ def adapted(folder: Path) -> Any:
 
 def prepared(version: int, plain: Any, kind: StateDictType) -> tuple[Any, Any, Any]:
     options = {"use_orig_params": True} if version == 1 else {}
-    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=version, **options))
+    accelerator = new_accelerator(fsdp_plugin=FSDPPlugin(fsdp_version=version, **options))
     plugin: Any = accelerator.state.fsdp_plugin
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type(kind)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_fsdp_tools import CheckpointError, load_weights, make_wrap_plan, shard_model
+from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.distributed import shards
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
 from hf_fsdp_tools.integrations.model import hand_over
@@ -29,6 +29,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, plain_model
 from tests._dist import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_fsdp_tools import ConfigError, HybridPolicy, ParallelDims, from_pretrained
+from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.modeling.arguments import sort_arguments
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_checkpoint
@@ -77,7 +77,7 @@ def test_short_forms_are_understood(folder, name):
         ({"seed": 1}, r"load_weights has: pass load_kwargs={'seed': …}\."),
         ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no argument stagin_bytes"),
         ({"auto_class": "AutoModelForCasualLM"}, r"no model class of transformers.*AutoModelForCausalLM"),
-        ({"policy": HybridPolicy}, r"policy is .*: it must be a HybridPolicy\(…\)"),
+        ({"policy": WrapPolicy}, r"policy is .*: it must be a WrapPolicy\(…\)"),
         ({"mp_policy": 3}, "mp_policy is 3: it must be a MixedPrecisionPolicy"),
         ({"offload_policy": 3}, "offload_policy is 3: give CPUOffloadPolicy"),
         ({"peft_config": {"rank": 8}}, "LoraConfig of PEFT has no 'rank'"),

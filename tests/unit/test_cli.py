@@ -14,12 +14,13 @@ import torch
 import transformers
 import yaml
 
-from hf_fsdp_tools import FSDPConfig, WrapPlan
+from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import _parser, main
 from hf_fsdp_tools.cli.options import SETUP_FIELDS
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
+from hf_fsdp_tools.steps import WrapPlan
 from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
 
@@ -37,7 +38,7 @@ def on_cpu(monkeypatch):
 
 
 def says(**fields):
-    return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
+    return yaml.safe_load(LaunchConfig(**fields).to_accelerate_yaml())
 
 
 def run(capsys, *words):
@@ -289,7 +290,7 @@ def test_the_doctor_of_this_machine_a_model_and_a_config(capsys, llama, tmp_path
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
     assert report["findings"] == []
     path = tmp_path / "mine.yaml"
-    path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
+    path.write_text(LaunchConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     assert run(capsys, "doctor", "--config_file", path) == (0, f"{path}\n\nno findings\n", "")
     path.write_text(path.read_text().replace("fsdp_offload_params", "fsdp_offload_param"))
     code, out, err = run(capsys, "doctor", "--config-file", path)
@@ -319,5 +320,5 @@ def test_a_launch_warns_of_what_its_file_leaves_open(capsys, tmp_path, on_cpu, m
         assert f"warning: {path}: {warning}" in err
     assert code == 0 and str(path) in launched[0]
     assert "num_processes" not in run(capsys, "finetune", "--config_file", path, "--num_processes", "2")[2]
-    path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
+    path.write_text(LaunchConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     assert run(capsys, "finetune", "--config_file", path)[2] == ""

@@ -1,4 +1,4 @@
-"""FSDPConfig: contradictions are named with their cure, Accelerate takes what it writes, files of users are checked."""
+"""LaunchConfig: contradictions are named with cures, Accelerate takes what it writes, files of users are checked."""
 
 import dataclasses
 import json
@@ -11,23 +11,23 @@ import pytest
 import yaml
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import OWN_KEYS, YAML_KEYS, FSDPConfig
+from hf_fsdp_tools.integrations.config import OWN_KEYS, YAML_KEYS, LaunchConfig
 from tests._dist import LIMIT_S, imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if path.stem != "here")
 
 CONFIGS = [
-    FSDPConfig(num_processes=1, mixed_precision="bf16"),
-    FSDPConfig(num_processes=2, use_cpu=True),
-    FSDPConfig(num_processes=8, reshard_after_forward=False, offload_params=True, activation_checkpointing=True),
-    FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="fp16", state_dict_type="FULL_STATE_DICT"),
-    FSDPConfig(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="node0", main_process_port=29501),
-    FSDPConfig(num_processes=2, gpu_ids="0,3", cpu_ram_efficient_loading=True),
-    FSDPConfig(num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("A", "B")),
-    FSDPConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
-    FSDPConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
-    FSDPConfig(num_processes=2, activation_checkpointing=True, activation_checkpointing_offload=True),
+    LaunchConfig(num_processes=1, mixed_precision="bf16"),
+    LaunchConfig(num_processes=2, use_cpu=True),
+    LaunchConfig(num_processes=8, reshard_after_forward=False, offload_params=True, activation_checkpointing=True),
+    LaunchConfig(num_processes=8, dp_replicate_size=2, mixed_precision="fp16", state_dict_type="FULL_STATE_DICT"),
+    LaunchConfig(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="node0", main_process_port=29501),
+    LaunchConfig(num_processes=2, gpu_ids="0,3", cpu_ram_efficient_loading=True),
+    LaunchConfig(num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("A", "B")),
+    LaunchConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
+    LaunchConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
+    LaunchConfig(num_processes=2, activation_checkpointing=True, activation_checkpointing_offload=True),
 ]
 WRITTEN = {f"config_{n}": config for n, config in enumerate(CONFIGS)}
 
@@ -120,17 +120,17 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("fields", "cure"), CONTRADICTIONS, ids=[" ".join(fields) for fields, _ in CONTRADICTIONS])
 def test_contradictions_name_their_cure(fields, cure):
     with pytest.raises(ConfigError) as caught:
-        FSDPConfig(**{"num_processes": 2, **fields})
+        LaunchConfig(**{"num_processes": 2, **fields})
     assert cure in str(caught.value)
 
 
 def test_contradictions_are_in_one_error_and_ranks_that_share_rows_are_written():
     with pytest.raises(ConfigError) as caught:
-        FSDPConfig(num_processes=3, dp_replicate_size=2, use_cpu=True, offload_params=True, min_num_params=1)
+        LaunchConfig(num_processes=3, dp_replicate_size=2, use_cpu=True, offload_params=True, min_num_params=1)
     for name in ("dp_replicate_size 2", "offload_params", "min_num_params"):
         assert name in str(caught.value)
     assert "in 3 places" in str(caught.value)
-    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
+    config = LaunchConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
     assert config.dp_shard_size == 2
     section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
     assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
@@ -140,27 +140,27 @@ def test_contradictions_are_in_one_error_and_ranks_that_share_rows_are_written()
         "tp_size": 1,
     }
     with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
-        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)
+        LaunchConfig(num_processes=8, dp_replicate_size=2, cp_size=3)
 
 
 def test_a_suggestion_fits_the_machine(monkeypatch):
     for count, bf16, expected in [
-        (0, False, FSDPConfig(num_processes=2, use_cpu=True)),
-        (4, True, FSDPConfig(num_processes=4, mixed_precision="bf16")),
-        (1, False, FSDPConfig(num_processes=1)),
+        (0, False, LaunchConfig(num_processes=2, use_cpu=True)),
+        (4, True, LaunchConfig(num_processes=4, mixed_precision="bf16")),
+        (1, False, LaunchConfig(num_processes=1)),
     ]:
         imitate_gpus(monkeypatch, count, bf16=bf16)
-        config, reasons = FSDPConfig.for_machine()
+        config, reasons = LaunchConfig.for_machine()
         assert config == expected
-        assert set(reasons) <= {field.name for field in dataclasses.fields(FSDPConfig)}
+        assert set(reasons) <= {field.name for field in dataclasses.fields(LaunchConfig)}
         assert f"{count or 'no'} GPU" in reasons["use_cpu"]
-    config, reasons = FSDPConfig.for_machine(gpu_count=2)
-    assert config == FSDPConfig(num_processes=2, mixed_precision="bf16") and "assumed" in reasons["mixed_precision"]
+    config, reasons = LaunchConfig.for_machine(gpu_count=2)
+    assert config == LaunchConfig(num_processes=2, mixed_precision="bf16") and "assumed" in reasons["mixed_precision"]
 
 
 def test_a_config_is_made_and_written_without_torch_and_accelerate():
     code = (
-        "import sys; from hf_fsdp_tools import FSDPConfig; FSDPConfig(num_processes=2).to_accelerate_yaml(); "
+        "import sys; from hf_fsdp_tools import LaunchConfig; LaunchConfig(num_processes=2).to_accelerate_yaml(); "
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
     assert run_python(code).stdout == "[]\n"

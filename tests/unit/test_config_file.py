@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 
-from hf_fsdp_tools import ConfigError, FSDPConfig
+from hf_fsdp_tools import ConfigError, LaunchConfig
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.diagnostics.findings import Finding
 from tests._dist import imitate_gpus
@@ -61,9 +61,9 @@ def translate(tmp_path: Path, text: str | dict[str, Any], *words: str) -> tuple[
     path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
     assert main(["config", "--from", str(path), "--output", str(tmp_path / "new.yaml"), "--force", *words]) == 0
     new = yaml.safe_load((tmp_path / "new.yaml").read_text())
-    problems = [each for each in FSDPConfig.check_file(tmp_path / "new.yaml") if each.severity == "error"]
+    problems = [each for each in LaunchConfig.check_file(tmp_path / "new.yaml") if each.severity == "error"]
     assert not problems
-    return new, {key: became for key, _, became in FSDPConfig.translate_file(path).rows}
+    return new, {key: became for key, _, became in LaunchConfig.translate_file(path).rows}
 
 
 def test_the_file_of_old_becomes_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert new["fsdp_config"]["fsdp_offload_params"] is True
     assert translate(tmp_path, old, "--no-offload-params", "--cpu")[0] == says(num_processes=2, use_cpu=True)
     (tmp_path / "ds.json").write_text('{"deepspeed_config_file": "ds.json", "zero_optimization": {"stage": 3}}')
-    assert FSDPConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
+    assert LaunchConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_has_no_meaning_is_an_error(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "old.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        FSDPConfig.translate_file(tmp_path / "old.yaml")
+        LaunchConfig.translate_file(tmp_path / "old.yaml")
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def text_of(*, fsdp: dict | None = None, **top: object) -> str:
 def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    return FSDPConfig.check_file(path)
+    return LaunchConfig.check_file(path)
 
 
 DP = "parallelism_config_dp"
@@ -287,8 +287,8 @@ def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
 
 def test_nothing_is_wrong_with_what_is_shipped_or_written_here_or_by_accelerate_config(tmp_path, on_eight_gpus):
     for path in SHIPPED:
-        assert FSDPConfig.check_file(path) == (), path
+        assert LaunchConfig.check_file(path) == (), path
     for config in CONFIGS:
         assert check(tmp_path, config.to_accelerate_yaml()) == (), config
     for fsdp in ({}, {"fsdp_transformer_layer_cls_to_wrap": "A, B"}):
-        assert FSDPConfig.check_file(from_accelerate_config(tmp_path, **fsdp)) == ()
+        assert LaunchConfig.check_file(from_accelerate_config(tmp_path, **fsdp)) == ()

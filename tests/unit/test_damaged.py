@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import resume
-from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.config import LaunchConfig
 from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling import packed_forms, patterns
@@ -266,7 +266,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
     "a history of numbers": (in_file("trainer_state.json", HISTORY), problem, r"\(log_history is \[5\]\)"),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
-        FSDPConfig.check_file,
+        LaunchConfig.check_file,
         r"line 2 has the alias \*a; write it out",
     ),
     "a billion labels": (
@@ -279,9 +279,9 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         load_config,
         "'num_hidden_layers' is -1, expected at most 10,000 and none",
     ),
-    "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), FSDPConfig.check_file, "is 1,250,000 bytes long"),
-    "a config that is a pipe": (pipe, FSDPConfig.translate_file, "is no regular file"),
-    "DeepSpeed's file without end": (without_end, FSDPConfig.translate_file, "is 1,099,511,627,776 bytes long"),
+    "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), LaunchConfig.check_file, "is 1,250,000 bytes long"),
+    "a config that is a pipe": (pipe, LaunchConfig.translate_file, "is no regular file"),
+    "DeepSpeed's file without end": (without_end, LaunchConfig.translate_file, "is 1,099,511,627,776 bytes long"),
 }
 """How a file is made, what reads it, and what the error says."""
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, from_pretrained, load_weights
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -30,6 +30,7 @@ from hf_fsdp_tools.loading.quantized.dequantize import RULES
 from hf_fsdp_tools.loading.quantized.recognize import with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling import packed_weight
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 from tests._transfers import Windows
 

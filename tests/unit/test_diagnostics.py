@@ -25,7 +25,7 @@ from hf_fsdp_tools.errors import BlockDetectionError, ConfigError
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import KINDS, make_model
 from tests._dist import fake_ranks
@@ -60,7 +60,7 @@ def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_proces
     assert "this process holds all 183.7 kB" in finding.fact and "shard_model" in finding.cure
     assert str(diagnosis.units) == "LlamaForCausalLM: 45.9 K parameters, not sharded"
     with pytest.raises(ConfigError, match="give one of the two"):
-        diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
+        diagnose(model, plan=make_wrap_plan(model), policy=WrapPolicy())
     with pytest.raises(BlockDetectionError, match="no parameters"):
         diagnose(nn.Identity())
     config = hf.DiffLlamaConfig(hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4)
@@ -96,7 +96,9 @@ def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     config = hf.MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
     model = build_meta_model(config)
     plan = make_wrap_plan(model)
-    memory = estimate_memory(config, num_gpus=ranks, seq_len=16, optimizer="adamw_foreach", reshard_after_forward=True)
+    memory = estimate_memory(
+        config, num_processes=ranks, max_length=16, optimizer="adamw_foreach", reshard_after_forward=True
+    )
     fake_ranks(ranks)
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
     dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_tools
-from hf_fsdp_tools import scripting, testing
+from hf_fsdp_tools import scripting, steps, testing
 from hf_fsdp_tools.cli.main import _parser
 from hf_fsdp_tools.extensions import fsdp1
 
@@ -60,6 +60,8 @@ def test_code_of_documents_is_python_and_imports_public_names(name):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and node.module == "hf_fsdp_tools":
                 assert {alias.name for alias in node.names} <= set(hf_fsdp_tools.__all__), code
+            if isinstance(node, ast.ImportFrom) and node.module == "hf_fsdp_tools.steps":
+                assert {alias.name for alias in node.names} <= set(steps.__all__), code
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -103,8 +105,10 @@ def test_no_sentence_begins_with_of():
 
 
 def test_the_reference_has_every_public_name():
-    named = re.findall(r"^\.\. auto(?!module)\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
-    assert sorted(named) == sorted([*hf_fsdp_tools.__all__, *fsdp1.__all__, *scripting.__all__, *testing.__all__])
+    named = re.findall(r"^\.\. auto(?!module)\w+:: (?:[\w.]+\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
+    assert sorted(named) == sorted(
+        [*hf_fsdp_tools.__all__, *steps.__all__, *fsdp1.__all__, *scripting.__all__, *testing.__all__]
+    )
 
 
 def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():

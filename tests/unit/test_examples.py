@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_fsdp_tools
-from hf_fsdp_tools import scripting
+from hf_fsdp_tools import scripting, steps
 from hf_fsdp_tools.extensions import fsdp1
 from tests._checkpoints import make_checkpoint
 
@@ -63,9 +63,10 @@ def runs(name, names, folder, monkeypatch):
     assert not failed, "".join(output)
 
 
-@pytest.mark.parametrize("name", in_each_commit_or_nightly([*hf_fsdp_tools.__all__, *fsdp1.__all__]))
+@pytest.mark.parametrize("name", in_each_commit_or_nightly([*hf_fsdp_tools.__all__, *steps.__all__, *fsdp1.__all__]))
 def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
     names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__} | {"torch": torch}
+    names |= {each: getattr(steps, each) for each in steps.__all__}
     names |= {each: getattr(fsdp1, each) for each in fsdp1.__all__}
     runs(name, names, where, monkeypatch)
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
-from hf_fsdp_tools import HybridPolicy, WrapPlanError, make_wrap_plan
+from hf_fsdp_tools import WrapPlanError, WrapPolicy
 from hf_fsdp_tools.extensions.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import FlatShare
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import make_model
 from tests.unit.test_blocks import Model
 from tests.unit.test_wrap import RunningBlock
@@ -64,7 +65,7 @@ def test_what_fsdp1_cannot_have_is_refused():
     with pytest.raises(WrapPlanError, match=r"scale of Model must stay whole.*Use FSDP2"):
         hybrid_auto_wrap_policy(model)
     model = make_model("llama")
-    wanted = HybridPolicy(reshard_after_forward={"model.layers.*": 2})
+    wanted = WrapPolicy(reshard_after_forward={"model.layers.*": 2})
     with pytest.raises(WrapPlanError, match=r"smaller world.*model\.layers\.0 \(2\).*True or False.*FSDP2"):
         hybrid_auto_wrap_policy(model, policy=wanted)
     model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))

@@ -7,9 +7,10 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import CheckpointError, build_meta_model, from_pretrained, load_adapter, load_weights
+from hf_fsdp_tools import CheckpointError, from_pretrained, load_adapter
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint
 
 

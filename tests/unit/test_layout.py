@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_tools import ParallelDims, make_wrap_plan, save_pretrained, shard_model
+from hf_fsdp_tools import ParallelDims, save_pretrained
 from hf_fsdp_tools.errors import ConfigError, RanksError
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.saving.layout import plan_layout
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
 

@@ -13,7 +13,8 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from hf_fsdp_tools import CheckpointError, build_meta_model, load_weights
+from hf_fsdp_tools import CheckpointError
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_model
 
 Tensors = dict[str, torch.Tensor]

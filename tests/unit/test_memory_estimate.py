@@ -28,7 +28,7 @@ def config() -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def estimate(config: LlamaConfig) -> MemoryEstimate:
-    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512, loss="full")
+    return estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512, loss="full")
 
 
 def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
@@ -45,7 +45,7 @@ def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
 def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
     """As the recipes train it; in whole logits where it is asked for, and for every other model."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100_000)
-    shape = dict(batch_size=4, seq_len=512)
+    shape = dict(batch_size=4, max_length=512)
     made, chunked, whole = (
         estimate_memory(LlamaConfig(**sizes), loss=loss, **shape) for loss in (None, "chunked", "full")
     )
@@ -57,7 +57,7 @@ def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
 
 def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
     monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
-    return estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512, loss="full")
+    return estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512, loss="full")
 
 
 def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
@@ -81,9 +81,9 @@ def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
     )
-    small = estimate_memory(config, seq_len=8).num_params
+    small = estimate_memory(config, max_length=8).num_params
     config.num_hidden_layers = 3
-    large = estimate_memory(config, seq_len=8).num_params
+    large = estimate_memory(config, max_length=8).num_params
     assert large > small
     model = build_meta_model(config)
     model.model.layers = model.model.layers[:1]
@@ -92,34 +92,34 @@ def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
     for length in (2, 1):
         config.num_hidden_layers = length
         config.save_pretrained(tmp_path)
-        models.append(estimate_memory(tmp_path, seq_len=8).num_params)
-    assert models == [(small + large) // 2, small] and estimate_memory(model, seq_len=8).num_params == small
+        models.append(estimate_memory(tmp_path, max_length=8).num_params)
+    assert models == [(small + large) // 2, small] and estimate_memory(model, max_length=8).num_params == small
     model.lm_head = nn.Linear(64, 50, bias=False, device="meta")
-    assert estimate_memory(model, seq_len=8).num_params == small - 50 * 64
+    assert estimate_memory(model, max_length=8).num_params == small - 50 * 64
     monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
-    estimate_memory(model, seq_len=8)
-    assert estimate_memory(deepcopy(config), seq_len=8).num_params == small
+    estimate_memory(model, max_length=8)
+    assert estimate_memory(deepcopy(config), max_length=8).num_params == small
 
 
 def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
+    estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512)
     monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
     changes: list[dict[str, Any]] = [
-        dict(num_gpus=64, gpu="h100"),
-        dict(num_gpus=64, dp_replicate_size=8, gradient_accumulation_steps=2),
+        dict(num_processes=64, gpu="h100"),
+        dict(num_processes=64, dp_replicate_size=8, gradient_accumulation_steps=2),
         dict(offload=True),
         dict(optimizer="sgd", max_grad_norm=None),
         dict(reshard_after_forward=False),
         *(dict(gradient_accumulation_steps=count) for count in (4, 10**6)),
     ]
-    more = [estimate_memory(config, **dict(num_gpus=8, batch_size=2, seq_len=512) | each) for each in changes]
+    more = [estimate_memory(config, **dict(num_processes=8, batch_size=2, max_length=512) | each) for each in changes]
     assert more[-1].peak_allocated == more[-2].peak_allocated and more[-1].peak_reserved == more[-2].peak_reserved
     assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
     assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
-    far = [dict(num_gpus=4096, dp_replicate_size=copies, batch_size=2, seq_len=512) for copies in (1, 8)]
+    far = [dict(num_processes=4096, dp_replicate_size=copies, batch_size=2, max_length=512) for copies in (1, 8)]
     said = [str(estimate_memory(config, **each)) for each in far]
     assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
     with pytest.raises(AssertionError, match="a dry run"):
-        estimate_memory(config, num_gpus=8, batch_size=3, seq_len=512)
+        estimate_memory(config, num_processes=8, batch_size=3, max_length=512)
     with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):
         estimate_memory(config, batchsize=2)

@@ -8,9 +8,10 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model
+from hf_fsdp_tools import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_checkpoint
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}

@@ -3,8 +3,9 @@
 import pytest
 import transformers as hf
 
-from hf_fsdp_tools import ConfigError, build_meta_model
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.modeling.configs import model_class
+from hf_fsdp_tools.steps import build_meta_model
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 SMALL = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,

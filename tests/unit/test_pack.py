@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
-from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools import CheckpointError, ConfigError
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.modeling import patterns
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
 

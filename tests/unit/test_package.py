@@ -17,7 +17,7 @@ import hf_fsdp_tools
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations import accelerate_launch
-from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.config import LaunchConfig
 from tests._dist import imitate_gpus
 from tests.unit.test_cli import says
 
@@ -66,7 +66,7 @@ def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
     assert made == names_in_the_wheel(tmp_path / "whole")
 
 
-EIGHT = FSDPConfig(num_processes=8).to_accelerate_yaml()
+EIGHT = LaunchConfig(num_processes=8).to_accelerate_yaml()
 MAIN = "from hf_fsdp_tools.cli.main import main; main()"
 
 
@@ -107,7 +107,7 @@ def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypa
     started.clear()
     imitate_gpus(monkeypatch, 8)
     path = tmp_path / "two.yaml"
-    config = FSDPConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
+    config = LaunchConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
     path.write_text(config.to_accelerate_yaml())
     words = ["finetune", "--config_file", path, "--machine_rank", "1", "--main_process_ip", "node7", "--seed", "3"]
     assert main([*map(str, words)]) == 7
@@ -121,7 +121,7 @@ def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypa
 def test_options_of_the_launcher_reach_it_and_not_the_recipe(started, monkeypatch, tmp_path, capsys):
     imitate_gpus(monkeypatch, 4)
     path = tmp_path / "four.yaml"
-    path.write_text(FSDPConfig(num_processes=4).to_accelerate_yaml())
+    path.write_text(LaunchConfig(num_processes=4).to_accelerate_yaml())
     threads = ["--num-cpu-threads-per-process", "3", "--fsdp_offload_params=true", "--seed", "3"]
     threads += ["--gradient_accumulation_steps", "2"]
     assert main(["finetune", "--mixed-precision", "fp16", "--gpu_ids", "0,1", "--num_processes", "2", *threads]) == 7
@@ -151,7 +151,7 @@ def test_a_config_of_the_package_is_found_by_name(started, monkeypatch, tmp_path
 def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(started, monkeypatch, tmp_path, capsys):
     imitate_gpus(monkeypatch, 8)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "eight.yaml").write_text(FSDPConfig(num_processes=8).to_accelerate_yaml())
+    (tmp_path / "eight.yaml").write_text(LaunchConfig(num_processes=8).to_accelerate_yaml())
     (tmp_path / "mine").write_text("seed: 1\n")
     folder = REPOSITORY / "accelerate_configs" / "models"
     run = ["--config", str(folder / "qwen3-8b.run.yaml"), "--seed", "3"]
@@ -209,7 +209,7 @@ def test_the_launcher_passes_experts_on_and_ends_with_a_line(failed, said, monke
         raise failed
 
     path = tmp_path / "experts.yaml"
-    path.write_text(FSDPConfig(num_processes=2, ep_size=2).to_accelerate_yaml())
+    path.write_text(LaunchConfig(num_processes=2, ep_size=2).to_accelerate_yaml())
     monkeypatch.setattr(sys, "argv", ["launch", "--config_file", str(path), "script.py", "--ep_size", "3"])
     monkeypatch.setenv("FSDP_EP_SIZE", "")
     monkeypatch.delenv("FSDP_EP_SIZE")

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from transformers import initialization
 
-from hf_fsdp_tools import ConfigError, build_meta_model
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling import packed_weight
@@ -17,6 +17,7 @@ from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import QUANTIZED, make_quantized
 
 KINDS = [kind for kind in QUANTIZED if kind not in ("fp8 experts", "compressed int4", "gptq experts", "awq experts")]

@@ -10,11 +10,11 @@ import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from transformers.utils import logging
 
-from hf_fsdp_tools import build_meta_model, load_weights
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading import report as progress
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.report import loading_bar
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint
 
 

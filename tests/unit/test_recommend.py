@@ -53,7 +53,7 @@ class Toy:
         gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1) / setup.ep_size
         if setup.tp_size > 1 or (setup.cp_size > 1 and not self.shares_rows) or setup.ep_size > self.most_experts:
             raise ConfigError("cannot be divided so")
-        tokens = setup.batch_size * setup.seq_len // setup.cp_size
+        tokens = setup.batch_size * setup.max_length // setup.cp_size
         part = setup.activation_checkpointing / setup.activation_checkpointing_every_n_layers
         kept = (
             self.activation
@@ -87,7 +87,7 @@ def settings(setup, global_batch_size, replicas=(1,)):
     names = ("activation_checkpointing", EVERY, ON_HOST)
     others = ("offload", "reshard_after_forward", "sync_each_batch", "dp_replicate_size")
     for way, *values in product(ways, (False, True), (True, False), (True, False), replicas):
-        rest = global_batch_size // setup.num_gpus
+        rest = global_batch_size // setup.num_processes
         for batch in (n for n in range(1, rest + 1) if rest % n == 0):
             changes = dict(zip(names, way, strict=True)) | dict(zip(others, values, strict=True))
             if rest > batch or changes["sync_each_batch"]:
@@ -112,7 +112,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, mo
             latency=10 ** draw.uniform(-3, 0),
             hosted=draw.choice((0.02, 0.1)),
         )
-        setup, size = TrainingSetup(num_gpus=32, seq_len=2048), global_batch_size or 128
+        setup, size = TrainingSetup(num_processes=32, max_length=2048), global_batch_size or 128
         every = [(one, toy(one)) for one in settings(setup, size, replicas=(1, 2, 4))]
         lean = [(one, toy(one)) for one in settings(replace(setup, **LEAN), size, replicas=(1, 2, 4))]
         # What changes less is taken first, and offload is for what does not fit without.
@@ -142,7 +142,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, mo
 
 def test_every_nth_block_recomputes_where_memory_allows():
     """n as large as it may be, found with few further estimates."""
-    toy, setup = Toy(8e9, activation=1.2e7, gather=1e-3), TrainingSetup(num_gpus=8, seq_len=8192)
+    toy, setup = Toy(8e9, activation=1.2e7, gather=1e-3), TrainingSetup(num_processes=8, max_length=8192)
     best = choose(setup, toy, fixed=("batch_size",))
     assert len(toy.asked) < 20
     chosen = best.setup
@@ -155,7 +155,7 @@ def test_every_nth_block_recomputes_where_memory_allows():
 
 def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
     """Before anything else is offloaded, and not where it is refused."""
-    toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_gpus=8, seq_len=8192)
+    toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_processes=8, max_length=8192)
     best = choose(setup, toy)
     assert best.setup.activation_checkpointing_offload and not best.setup.offload
     with pytest.raises(ConfigError, match="What fits: with activation_checkpointing_offload"):
@@ -173,13 +173,13 @@ def test_segments_that_grow_are_named_where_they_save_much():
         (Growing(1e8, activation=4e4), "h100-80gb", False),
         (Growing(8e9, activation=4e6), "mi300x", False),
     ):
-        best = choose(TrainingSetup(num_gpus=8, seq_len=2048, gpu=gpu), toy, fixed=("batch_size",))
+        best = choose(TrainingSetup(num_processes=8, max_length=2048, gpu=gpu), toy, fixed=("batch_size",))
         text = f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(int(best.cost.peak_bytes * 0.9))}"
         assert (text in str(best)) == (best.expandable_bytes > 0) == is_named
 
 
 def test_what_is_next_best_and_what_would_not_fit_have_their_figures():
-    toy, setup = Toy(activation=3e6), TrainingSetup(num_gpus=8, seq_len=8192)
+    toy, setup = Toy(activation=3e6), TrainingSetup(num_processes=8, max_length=8192)
     best = choose(setup, toy, global_batch_size=64)
     chosen = best.setup
     larger = replace(chosen, batch_size=4, gradient_accumulation_steps=2)
@@ -197,7 +197,10 @@ def test_what_is_next_best_and_what_would_not_fit_have_their_figures():
 
 
 def test_what_is_given_stays():
-    toy, setup = Toy(), TrainingSetup(num_gpus=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True)
+    toy, setup = (
+        Toy(),
+        TrainingSetup(num_processes=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True),
+    )
     given = ("dp_replicate_size", "batch_size", "activation_checkpointing")
     best = choose(setup, toy, fixed=given, global_batch_size=192)
     assert best.setup.gradient_accumulation_steps == 2
@@ -214,7 +217,7 @@ def test_faster_settings_that_nobody_asked_for_are_named():
         halved = links / 2 if setup.reduce_dtype == "bf16" else links
         return replace(cost, step_seconds=cost.floor_seconds * (0.8 if setup.compile else 1) + halved, loss="chunked")
 
-    setup = TrainingSetup(num_gpus=16, seq_len=512)
+    setup = TrainingSetup(num_processes=16, max_length=512)
     best = choose(setup, toy, fixed=("sync_each_batch",), global_batch_size=4096)
     assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
     for words, changes in (("with compile", {"compile": True}), ("reduce_dtype bf16", {"reduce_dtype": "bf16"})):
@@ -235,12 +238,12 @@ def test_faster_settings_that_nobody_asked_for_are_named():
 
 def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
     """The first that fits of: as asked, less memory of weights and optimizer, offload with its caution."""
-    setup = TrainingSetup(num_gpus=1, seq_len=4096)
+    setup = TrainingSetup(num_processes=1, max_length=4096)
     lean = choose(setup, Toy())
     assert {name: getattr(lean.setup, name) for name in LEAN} == LEAN and not lean.setup.offload
     assert "chosen    batch_size" in str(lean)
     assert choose(setup, Toy(), fixed=("optimizer",)).setup.offload, "not where another is asked for"
-    adapter = replace(setup, num_gpus=2, lora_r=16)
+    adapter = replace(setup, num_processes=2, lora_r=16)
     assert not choose(adapter, Toy(1e10)).setup.load_in_4bit
     four = choose(adapter, Toy(7e10)).setup
     assert four.load_in_4bit and not four.offload
@@ -248,12 +251,12 @@ def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
 
 
 def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
-    best = choose(TrainingSetup(num_gpus=8, seq_len=4096), Toy(activation=3e6))
+    best = choose(TrainingSetup(num_processes=8, max_length=4096), Toy(activation=3e6))
     assert best.tokens_per_step == 2**18 and best.setup.gradient_accumulation_steps > 1
     assert best.next_best.count("fits, ") == 1 and f"next best {best.next_best}" in str(best)
-    assert "seq_len 8192 (" in best.breaks or "batch_size" in best.breaks
+    assert "max_length 8192 (" in best.breaks or "batch_size" in best.breaks
     assert "one row per step trains badly" in str(choose(TrainingSetup(), Toy(1e9), global_batch_size=1))
-    assert "above 2,000,000" in str(choose(TrainingSetup(num_gpus=512), Toy(), global_batch_size=512))
+    assert "above 2,000,000" in str(choose(TrainingSetup(num_processes=512), Toy(), global_batch_size=512))
     assert not any(word in str(best) for word in ("trains badly", "above 2,000,000"))
 
 
@@ -261,8 +264,8 @@ def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     ("params", "changes", "given", "cures"),
     [
         (7e10, {"wrapping": "none"}, (), ["lora_r 16"]),
-        (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["batch_size 1."]),
-        (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["seq_len 1000000", "gpu h100-nvl"]),
+        (1e11, {"batch_size": 256, "max_length": 16384, "num_processes": 64}, ("batch_size",), ["batch_size 1."]),
+        (3e9, {"num_processes": 2, "max_length": 2_000_000}, (), ["max_length 1000000", "gpu h100-nvl"]),
     ],
 )
 def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
@@ -275,7 +278,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
 
 
 def test_rows_are_shared_where_nothing_else_fits():
-    setup = TrainingSetup(num_gpus=8, seq_len=16_384)
+    setup = TrainingSetup(num_processes=8, max_length=16_384)
     best = choose(setup, Toy(activation=6e7, shares_rows=True))
     assert best.setup.cp_size == 2 and not best.setup.offload, "the fewest GPUs that make it fit"
     assert best.global_batch_size == 16
@@ -290,14 +293,14 @@ def test_rows_are_shared_where_nothing_else_fits():
 
 
 def test_degrees_that_do_not_divide_the_gpus_are_passed_over():
-    best = choose(TrainingSetup(num_gpus=6, seq_len=16_384), Toy(activation=6e7, shares_rows=True))
+    best = choose(TrainingSetup(num_processes=6, max_length=16_384), Toy(activation=6e7, shares_rows=True))
     assert best.setup.cp_size == 2
     with pytest.raises(ConfigError, match="at no setting"):
-        choose(TrainingSetup(num_gpus=6, seq_len=2_000_000), Toy(activation=6e7, shares_rows=True))
+        choose(TrainingSetup(num_processes=6, max_length=2_000_000), Toy(activation=6e7, shares_rows=True))
 
 
 def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_hidden():
-    setup = TrainingSetup(num_gpus=32, seq_len=1024)
+    setup = TrainingSetup(num_processes=32, max_length=1024)
     slow = Toy(gather=20, most_experts=16)
     best = choose(setup, slow, fixed=("dp_replicate_size",))
     assert best.setup.ep_size == 16, "sizes inside a machine save nothing, and one beyond does"
@@ -310,7 +313,7 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
 
 
 def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
-    lora = TrainingSetup(num_gpus=8, lora_r=16)
+    lora = TrainingSetup(num_processes=8, lora_r=16)
     small = choose(lora, Toy(stored=1.5))
     assert small.setup.dequantize, "which is faster"
     assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
@@ -328,10 +331,10 @@ def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
 
 def test_a_global_batch_or_a_margin_that_cannot_be():
     with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
-        choose(TrainingSetup(num_gpus=8), Toy(), global_batch_size=100)
+        choose(TrainingSetup(num_processes=8), Toy(), global_batch_size=100)
     fixed = {"batch_size": 2, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
-        choose(TrainingSetup(num_gpus=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
+        choose(TrainingSetup(num_processes=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
     # a margin is a part
     with pytest.raises(ConfigError, match=r"use 0\.1 for 10 %"):
         choose(TrainingSetup(), Toy(), margin=10)

@@ -20,7 +20,7 @@ from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
-from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
+from hf_fsdp_tools.distributed.rounds import Rounds, rank_timeout, rounds_of_thread
 from hf_fsdp_tools.distributed.shards import Box
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
@@ -250,7 +250,7 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
     assert "rank 1 is saving (605 s without progress)" in problem
     two[0]._store.set("beat/1", beat_of(count=2))
     assert seconds_until_given_up(7300)[0] == 7205
-    with patience(20):
+    with rank_timeout(20):
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
 
 

@@ -22,12 +22,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Shard
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, Float8Policy, FSDPConfig, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools import ConfigError, Float8Policy, FSDPPlugin, LaunchConfig, WrapPolicy
 from hf_fsdp_tools.integrations import interpret, settings, state
 from hf_fsdp_tools.integrations.config import OWN_KEYS, SETTINGS, TRAINING_KEYS, VARIABLES, YAML_KEYS, rows_of
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import make_model
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
@@ -108,22 +109,22 @@ def clean(monkeypatch):
 class Case(NamedTuple):
     name: str
     said: dict[str, Any]
-    expected: Callable[[HybridFSDPPlugin], Any] | str
+    expected: Callable[[FSDPPlugin], Any] | str
 
 
-def has(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
+def has(name: str, value: Any) -> Callable[[FSDPPlugin], bool]:
     return lambda plugin: getattr(plugin, name) == value
 
 
-def policy(**settings: Any) -> Callable[[HybridFSDPPlugin], bool]:
-    return lambda plugin: plugin.policy == HybridPolicy(**settings)
+def policy(**settings: Any) -> Callable[[FSDPPlugin], bool]:
+    return lambda plugin: plugin.policy == WrapPolicy(**settings)
 
 
-def units(*wanted: str) -> Callable[[HybridFSDPPlugin], bool]:
+def units(*wanted: str) -> Callable[[FSDPPlugin], bool]:
     return lambda plugin: set(wanted) <= {name for unit in plan_of(plugin).units for name in unit.modules}
 
 
-def plan_of(plugin: HybridFSDPPlugin) -> Any:
+def plan_of(plugin: FSDPPlugin) -> Any:
     return make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA))
 
 
@@ -232,17 +233,17 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
             monkeypatch.setenv(name, value)
     arguments = {name: value for name, value in case.said.items() if not name.isupper()}
     if not isinstance(case.expected, str):
-        assert case.expected(HybridFSDPPlugin(**arguments))
+        assert case.expected(FSDPPlugin(**arguments))
         return
     kind, _, match = case.expected.partition(": ")
     stops = kind == "ConfigError"
     with pytest.raises(ConfigError, match=match) if stops else pytest.warns(UserWarning, match=match) as seen:
-        HybridFSDPPlugin(**arguments)
+        FSDPPlugin(**arguments)
     assert stops or len(seen) == 1, "one line"
 
 
 def test_shards_of_states_are_read_and_written_where_they_lie():
-    plugin = HybridFSDPPlugin()
+    plugin = FSDPPlugin()
     assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=False)
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -255,22 +256,22 @@ EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpoint
 def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
     on = {"activation_checkpointing": True}
     both = Recompute(every_n_layers=2, save_ops=("matmul", "aten::bmm"))
-    assert HybridFSDPPlugin(**on).recompute == Recompute() and HybridFSDPPlugin().recompute is None
-    assert HybridFSDPPlugin(**on, **{EVERY: 2, SAVED: ["matmul", "aten::bmm"]}).recompute == both
+    assert FSDPPlugin(**on).recompute == Recompute() and FSDPPlugin().recompute is None
+    assert FSDPPlugin(**on, **{EVERY: 2, SAVED: ["matmul", "aten::bmm"]}).recompute == both
     for name, wrong in ((EVERY, "two"), (SAVED, "matmull")):
         with pytest.raises(ConfigError, match=wrong):
-            HybridFSDPPlugin(**on, **{name: wrong})
+            FSDPPlugin(**on, **{name: wrong})
         with pytest.raises(ConfigError, match=f"{name} says how .* is off"):
-            HybridFSDPPlugin(**{name: {EVERY: 2, SAVED: "mm"}[name]})
+            FSDPPlugin(**{name: {EVERY: 2, SAVED: "mm"}[name]})
     with pytest.raises(ConfigError, match="offload needs FSDP2"):
-        HybridFSDPPlugin(fsdp_version=1, **on, activation_checkpointing_offload=True)
+        FSDPPlugin(fsdp_version=1, **on, activation_checkpointing_offload=True)
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv(f"FSDP_{EVERY.upper()}", "2")
     monkeypatch.setenv(f"FSDP_{SAVED.upper()}", "matmul, aten::bmm")
-    assert HybridFSDPPlugin().recompute == both
+    assert FSDPPlugin().recompute == both
     monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
     with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
-        HybridFSDPPlugin()
+        FSDPPlugin()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_new_key_is_one_field(tmp_path, monkeypatch):
     """That it then is a variable and a key of `fsdp_config` follows from the same row."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Later(FSDPConfig):
+    class Later(LaunchConfig):
         new_key: bool = dataclasses.field(default=False, metadata={"kind": bool})
 
     monkeypatch.setitem(YAML_KEYS, "fsdp_new_key", rows_of(Later)[-1])
@@ -334,7 +335,7 @@ def test_the_check_of_a_file_says_what_the_launcher_and_the_plugin_do(tmp_path, 
     lines = "".join(f"  {key}: {value}\n" for key, value in {"fsdp_version": 2, **said}.items())
     path.write_text(f"distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config:\n{lines}")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert {finding.code for finding in FSDPConfig.check_file(path)} == codes
+    assert {finding.code for finding in LaunchConfig.check_file(path)} == codes
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "script.py"]))
     for name, value in launcher.prepare_multi_gpu_env(args).items():
         if name in VARIABLES:
@@ -343,10 +344,10 @@ def test_the_check_of_a_file_says_what_the_launcher_and_the_plugin_do(tmp_path, 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         if outcome is None:
-            assert HybridFSDPPlugin().fsdp_version == 2
+            assert FSDPPlugin().fsdp_version == 2
         else:
             with pytest.raises(outcome):
-                HybridFSDPPlugin()
+                FSDPPlugin()
 
 
 # ---- TrainingArguments ----
@@ -358,9 +359,9 @@ def arguments_of(tmp_path: Path, config: dict[str, Any] | None, **settings: Any)
 
 
 def test_training_arguments_are_read_or_refused(tmp_path):
-    plugin = HybridFSDPPlugin(**arguments_of(tmp_path, {"version": 2}))
+    plugin = FSDPPlugin(**arguments_of(tmp_path, {"version": 2}))
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT, "not transformers' FULL, which nobody asked for"
-    full = HybridFSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
+    full = FSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
     assert full.state_dict_type == StateDictType.FULL_STATE_DICT
     with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\? xla: FSDP on TPUs"):
         arguments_of(tmp_path, {"ofload_params": True, "xla": True})
@@ -396,7 +397,7 @@ def launch(monkeypatch):
             monkeypatch.setenv(name, value)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plugin = HybridFSDPPlugin()
+            plugin = FSDPPlugin()
         return plugin, [str(each.message) for each in caught]
 
     return make
@@ -417,7 +418,7 @@ def test_a_file_without_a_version_is_read_as_fsdp2_and_who_asks_for_fsdp1_gets_i
     monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert HybridFSDPPlugin(fsdp_version=1).fsdp_version == 1
+        assert FSDPPlugin(fsdp_version=1).fsdp_version == 1
     monkeypatch.delenv("ACCELERATE_DYNAMO_USE_FULLGRAPH")
     assert _read_version(None) == (1, False), "set by hand, without the launcher"
 
@@ -434,10 +435,10 @@ def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
 def test_another_version_and_a_config_for_gpus_on_a_machine_without_are_refused(monkeypatch):
     for version in (3, "two"):
         with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
-            HybridFSDPPlugin(fsdp_version=version)
+            FSDPPlugin(fsdp_version=version)
         monkeypatch.setenv("FSDP_VERSION", str(version))
         with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
-            HybridFSDPPlugin()
+            FSDPPlugin()
     monkeypatch.setattr(state, "local_device", lambda: torch.device("cpu"))
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
-from hf_fsdp_tools import FSDPConfig, HybridFSDPPlugin, TrainingSetup, estimate_memory
+from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup, estimate_memory
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.launch import named_config, recipes
 from hf_fsdp_tools.scripting import arguments, running, setups
@@ -66,11 +66,11 @@ def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> 
     return found.value.args
 
 
-def machine_of(config: FSDPConfig, **known: Any) -> dict[str, Any]:
+def machine_of(config: LaunchConfig, **known: Any) -> dict[str, Any]:
     names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "activation_checkpointing")
     names += tuple(f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
     values = {name: getattr(config, name) for name in names} | {"offload": config.offload_params}
-    nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_gpus": config.num_processes}
+    nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_processes": config.num_processes}
     return values | nodes | {"precision": config.mixed_precision} | known
 
 
@@ -106,7 +106,7 @@ def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_p
     found, launched = value["recommendation"]["setup"], shlex.split(value["launch"])
     start = launched.index(recipe)
     assert launched[start + 1] == "--config_file"
-    config = FSDPConfig(**{**value["config"], "activation_checkpointing_save_ops": ()})
+    config = LaunchConfig(**{**value["config"], "activation_checkpointing_save_ops": ()})
     taken = parsed(recipe, launched[start + 3 :], monkeypatch, 2)
     own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
     assert own.loss in (None, found["loss"])
@@ -123,16 +123,16 @@ def told(path: Path) -> dict[str, Any]:
     words = re.search(r"^# assumed +(.*)$", text, re.MULTILINE).group(1)
     rows = re.search(r"^# batch +(\d+) = \d+ GPUs x (\d+) x (\d+) steps, ([\d,]+) tokens$", text, re.MULTILINE)
     head = r"^# (\S+), sequences of ([\d,]+) tokens, on \d+ x (\S+)$"
-    model, seq_len, gpu = re.search(head, text, re.MULTILINE).groups()
+    model, max_length, gpu = re.search(head, text, re.MULTILINE).groups()
     total, batch, steps, tokens = (int(number.replace(",", "")) for number in rows.groups())
-    seq_len = int(seq_len.replace(",", ""))
-    assert total * seq_len == tokens
-    return {"words": words, "batch": (batch, steps, total), "seq_len": seq_len, "gpu": gpu, "model": model}
+    max_length = int(max_length.replace(",", ""))
+    assert total * max_length == tokens
+    return {"words": words, "batch": (batch, steps, total), "max_length": max_length, "gpu": gpu, "model": model}
 
 
 def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str) -> TrainingSetup:
     """The setup of a recipe that is started with a launch file and these words."""
-    config = FSDPConfig(**FSDPConfig.translate_file(path).fields)
+    config = LaunchConfig(**LaunchConfig.translate_file(path).fields)
     setup = setup_of(recipe, *parsed(recipe, words, monkeypatch, config.num_processes), **machine_of(config, gpu=gpu))
     return replace(setup, loss="chunked")
 
@@ -157,10 +157,10 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     """On a GPU: as `hf-fsdp estimate` says it of the same launch config and options, else why it cannot."""
     words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--max_length", "512", "--use_peft"]
     _, training, model_args = parsed("dpo", words, monkeypatch, 1)
-    plugin = HybridFSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
+    plugin = FSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
     known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
     gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
-    state = SimpleNamespace(fsdp_plugin=HybridFSDPPlugin(cpu_offload=True))
+    state = SimpleNamespace(fsdp_plugin=FSDPPlugin(cpu_offload=True))
     offloading = SimpleNamespace(**{**vars(gpu), "state": state})
     monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
@@ -198,7 +198,7 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
     batch = (setup.batch_size, setup.gradient_accumulation_steps)
     assert (*batch, batch[0] * batch[1] * setup.rows_at_once) == said["batch"]
-    assert (setup.seq_len, setup.words) == (said["seq_len"], said["words"])
+    assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
 
 
 def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch):
@@ -221,10 +221,10 @@ def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monke
             assert run(capsys, *words)[0] == 0, words
     imitate_gpus(monkeypatch, 0)
     assert [words[0] for words in commands] == ["finetune", "finetune", "finetune", "config", "config"]
-    assert [(setup.num_gpus, setup.gpus_per_node, setup.seq_len) for _, setup in searched] == [(16, 8, 4096)]
+    assert [(setup.num_processes, setup.gpus_per_node, setup.max_length) for _, setup in searched] == [(16, 8, 4096)]
     parsed("finetune", started[0][started[0].index(str(recipes()["finetune"])) + 1 :], monkeypatch, 2)
     one, eight = (words[words.index("--config_file") + 1 :] for words in started[1:])
     setup = run_by(Path(one[0]), "finetune", one[2:], monkeypatch, "rtx-4090")
     assert setup.lora_dropout == 0.05 and estimate_memory("Qwen/Qwen3-8B", setup).total < 24e9
     setup, said = run_by(Path(eight[0]), "finetune", eight[2:], monkeypatch, "h100-80gb"), told(Path(eight[0]))
-    assert (setup.seq_len, setup.words) == (said["seq_len"], said["words"])
+    assert (setup.max_length, setup.words) == (said["max_length"], said["words"])

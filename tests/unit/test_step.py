@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
-from hf_fsdp_tools import Muon, make_wrap_plan
+from hf_fsdp_tools import Muon
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
@@ -34,10 +34,11 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.shard import apply_sharding, checkpoint_activations
 from hf_fsdp_tools.sharding.sharding import Sharding
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
-SHAPE = dict(num_gpus=4, batch_size=2, seq_len=32)
+SHAPE = dict(num_processes=4, batch_size=2, max_length=32)
 
 
 def llama(**options: Any) -> LlamaConfig:
@@ -80,7 +81,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     apply_sharding(model, sharding)
     allocate(model, device=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
-    ids = torch.ones(setup.batch_size, setup.seq_len, dtype=torch.long)
+    ids = torch.ones(setup.batch_size, setup.max_length, dtype=torch.long)
     model.train()
 
     def step() -> None:
@@ -115,11 +116,11 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tied, accumulation": (llama(tie_word_embeddings=True), dict(gradient_accumulation_steps=2)),
     "accumulation of whole gradients": (llama(), LATE),
     "accumulation in the dtype of computation": (llama(), dict(reduce_dtype="bf16", **LATE)),
-    "HSDP, shards in bf16": (llama(), dict(num_gpus=8, dp_replicate_size=2, master_dtype="bf16")),
-    "one rank": (llama(), dict(num_gpus=1)),
+    "HSDP, shards in bf16": (llama(), dict(num_processes=8, dp_replicate_size=2, master_dtype="bf16")),
+    "one rank": (llama(), dict(num_processes=1)),
     "full precision, kept": (llama(), dict(precision="fp32", reshard_after_forward=False)),
     "checkpointing": (llama(), dict(activation_checkpointing=True)),
-    "experts split along their rows": (mixtral(), dict(num_gpus=8)),
+    "experts split along their rows": (mixtral(), dict(num_processes=8)),
 }
 
 
@@ -138,11 +139,11 @@ def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     if not setup.reshard_after_forward:
         plan = replace(plan, units=tuple(replace(unit, reshard_after_forward=False) for unit in plan.units))
     # oneDNN takes scratch memory for products in bf16, which no GPU does
-    with group(setup.num_gpus), torch.backends.mkldnn.flags(enabled=False):
+    with group(setup.num_processes), torch.backends.mkldnn.flags(enabled=False):
         real = real_step(config, plan, setup)
     assert after == 0
     # The batch is there before the real step. Checkpointing on the CPU keeps the state of its random numbers.
-    inputs = 2 * 8 * setup.batch_size * setup.seq_len
+    inputs = 2 * 8 * setup.batch_size * setup.max_length
     assert most - inputs == pytest.approx(max(accumulate(real)) - 5056 * setup.activation_checkpointing, abs=600)
     # Each buffer of FSDP2 comes and goes in the same order, as far as its size tells it from other memory.
     composed = changes_of(step.events)
@@ -206,7 +207,7 @@ def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
 
 
 def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
-    step = compose(hand_made(), PLAN, TrainingSetup(num_gpus=3, optimizer="sgd", max_grad_norm=None))
+    step = compose(hand_made(), PLAN, TrainingSetup(num_processes=3, optimizer="sgd", max_grad_norm=None))
     root, block = 2 * 3 * 334, 2 * 3 * 667  # bytes of bf16, a multiple of three
     assert works(step, "all_gather", "reduce_scatter") == [
         ("all_gather", root, "", "all_gather"),
@@ -221,7 +222,7 @@ def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
 
 
 def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
-    setup = TrainingSetup(num_gpus=2, offload=True)
+    setup = TrainingSetup(num_processes=2, offload=True)
     step = compose(hand_made(), PLAN, setup)
     assert works(step, "host_to_device", "device_to_host") == [
         ("host_to_device", 4 * 500, "", "copy_in"),
@@ -237,10 +238,12 @@ def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
 
 def test_without_fsdp_every_rank_holds_all_and_buckets_are_reduced() -> None:
     fields: dict[str, Any] = dict(wrapping="none", optimizer="sgd", max_grad_norm=None)
-    step = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=4, **fields))
+    step = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_processes=4, **fields))
     assert held(step) == {"parameters": 4 * 3000, "gradients": 4 * 3000}  # the gradients are views of the buckets
     assert works(step, "all_reduce") == [("all_reduce", 4 * 3000, "", "all_reduce")]
-    alone = compose(hand_made(is_whole=True), PLAN, TrainingSetup(num_gpus=1, gradient_accumulation_steps=2, **fields))
+    alone = compose(
+        hand_made(is_whole=True), PLAN, TrainingSetup(num_processes=1, gradient_accumulation_steps=2, **fields)
+    )
     assert held(alone) == {"parameters": 4 * 3000}
     assert works(alone, "all_reduce") == [] and memory_of(alone.events)[1] == 0
     assert [size for size, kind, _ in taken(alone) if kind == "gradients"] == [4 * 2000, 4 * 1000]
@@ -250,7 +253,7 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
     plan = replace(PLAN, units=(PLAN.units[1],), replicated=("b.weight",))
     trace = hand_made()
     trace = replace(trace, parameters=(trace.parameters[0], replace(trace.parameters[1], is_whole=True)))
-    setup = TrainingSetup(num_gpus=2, optimizer="sgd", max_grad_norm=None, gradient_accumulation_steps=2)
+    setup = TrainingSetup(num_processes=2, optimizer="sgd", max_grad_norm=None, gradient_accumulation_steps=2)
     step = compose(trace, plan, setup)
     assert works(step, "all_reduce") == [("all_reduce", 2 * 2000, "", "compute")] * 2
     assert memory_of(step.events)[1] == 0
@@ -316,7 +319,10 @@ def test_an_optimizer_of_8_bits_has_a_scale_per_block_and_a_table() -> None:
 def test_muon_has_the_state_the_operations_and_the_exchanges_of_its_matrices(ranks: int) -> None:
     """Those that the optimizer itself counts, for a model whose experts are stacks."""
     model = make_model("mixtral")
-    plan, setup = make_wrap_plan(model), TrainingSetup(num_gpus=ranks, seq_len=8, batch_size=1, precision="fp32")
+    plan, setup = (
+        make_wrap_plan(model),
+        TrainingSetup(num_processes=ranks, max_length=8, batch_size=1, precision="fp32"),
+    )
     trace = trace_model(model, plan, replace(setup, loss="full"))
     matrices = {each.fqn: each for each in trace.parameters if each.matrices is not None}
     own = Muon(model)

@@ -12,7 +12,7 @@ from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, Timing, step_
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 
-SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
+SETUP = TrainingSetup(num_processes=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, error=0.1, source="nothing lost")
 COMPUTE, GATHER = 0.1, 0.05
 """Seconds of a unit's forward pass and of its all-gather."""
@@ -56,7 +56,7 @@ def test_prefetched_gathers_are_hidden_and_the_first_gather_and_the_last_reducti
 
 
 def test_a_slow_network_exposes_what_is_longer_than_the_computation_of_the_pass() -> None:
-    slow = dataclasses.replace(SETUP, num_gpus=16, network_gbit_s=600)
+    slow = dataclasses.replace(SETUP, num_processes=16, network_gbit_s=600)
     timing = timed(two_units(1.5 * COMPUTE * 60e9 * 16 / 15, ranks=16), slow)
     # forward: 1.5 and then 1.5 beside 2 of computation; backward: 3 beside 4, and then 1.5
     assert timing.seconds == pytest.approx((1.5 + 2 + 4 + 1.5) * COMPUTE, rel=0.01)
@@ -71,8 +71,8 @@ def test_what_layers_exchange_is_waited_for() -> None:
 
 
 def test_replicas_use_the_network_while_shards_use_the_links_inside() -> None:
-    def both(num_gpus: int, ranks: int) -> Timing:
-        mesh = dataclasses.replace(SETUP, num_gpus=num_gpus, dp_replicate_size=2)
+    def both(num_processes: int, ranks: int) -> Timing:
+        mesh = dataclasses.replace(SETUP, num_processes=num_processes, dp_replicate_size=2)
         reduced = Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2, axis="replicate")
         gathered = collective("all_gather", "b", "backward", GATHER_BYTES, ranks)
         return timed([reduced, gathered, collective("reduce_scatter", "b", "backward", 1e3, ranks)], mesh)
@@ -141,7 +141,7 @@ def test_figures_of_an_estimate_follow_from_its_step() -> None:
     assert result.hours(1e9) * 3600 == pytest.approx(1e9 / 8 * seconds / 4096)
     assert result.cost(1e9, 2.5) == pytest.approx(result.hours(1e9) * 8 * 2.5)
     values = json.loads(result.to_json())
-    assert values["mfu"] == result.mfu and values["setup"]["num_gpus"] == 8 and values["parts"] == result.parts
+    assert values["mfu"] == result.mfu and values["setup"]["num_processes"] == 8 and values["parts"] == result.parts
 
 
 def test_a_gpu_without_a_published_training_has_no_tokens_per_second() -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import JobHardware
 
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
-from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.config import LaunchConfig
 from tests._dist import imitate_gpus
 
 FOLDER = Path(__file__).parents[2] / "accelerate_configs"
@@ -154,7 +154,7 @@ def test_names_of_others_are_theirs_and_one_kind_is_written_at_a_time(capsys: An
 def test_the_launch_file_is_the_same_beside_each(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "cpu.yaml"
     assert main(["config", "--cpu", "--num-processes", "2", f"--{kind}", "--output", str(path)]) == 0
-    assert not FSDPConfig.check_file(path) and yaml.safe_load(path.read_text())["num_processes"] == 2
+    assert not LaunchConfig.check_file(path) and yaml.safe_load(path.read_text())["num_processes"] == 2
     assert len([*tmp_path.iterdir()]) == 2
 
 
@@ -182,5 +182,5 @@ def test_no_line_of_anothers_is_written(tmp_path: Path, capsys: Any, kind: str) 
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"params": {"lr": "1\nenv: {A: b}"}}}))
     assert main(["config", f"--{kind}", "--from", str(tmp_path / "ds.json"), "--output", str(tmp_path / "f.yaml")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
-    text = FSDPConfig(num_processes=2).to_accelerate_yaml(command="a\nb: 1", notes=["c\re: 1\u2028f: 2\x85g: 3"])
-    assert yaml.safe_load(text) == yaml.safe_load(FSDPConfig(num_processes=2).to_accelerate_yaml())
+    text = LaunchConfig(num_processes=2).to_accelerate_yaml(command="a\nb: 1", notes=["c\re: 1\u2028f: 2\x85g: 3"])
+    assert yaml.safe_load(text) == yaml.safe_load(LaunchConfig(num_processes=2).to_accelerate_yaml())

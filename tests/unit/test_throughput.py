@@ -27,11 +27,11 @@ CONFIG = LlamaConfig(
     vocab_size=32000,
     max_position_embeddings=4096,
 )
-FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "seq_len": 2048, "loss": "full"}
+FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "max_length": 2048, "loss": "full"}
 
 
 def forecast(**fields: object) -> Forecast:
-    return step_of(CONFIG, TrainingSetup(**FIELDS | {"num_gpus": 8} | fields))  # type: ignore[arg-type]
+    return step_of(CONFIG, TrainingSetup(**FIELDS | {"num_processes": 8} | fields))  # type: ignore[arg-type]
 
 
 def estimate(**fields: object) -> ThroughputEstimate:
@@ -39,7 +39,7 @@ def estimate(**fields: object) -> ThroughputEstimate:
 
 
 def test_an_estimate_by_name_is_that_of_the_forecast() -> None:
-    result = estimate_throughput(CONFIG, num_gpus=8, **FIELDS)
+    result = estimate_throughput(CONFIG, num_processes=8, **FIELDS)
     assert result == estimate()
     assert result.name == "LlamaForCausalLM with 533.8 M parameters"
     # PaLM, appendix B: 6 per parameter that is multiplied with, 12 x layers x width x length for attention
@@ -49,7 +49,7 @@ def test_an_estimate_by_name_is_that_of_the_forecast() -> None:
     assert 0.2 < result.mfu == result.hfu < 0.9
 
 
-@pytest.mark.parametrize("fields", [{"num_gpus": 2}, {"num_gpus": 1, "wrapping": "none"}])
+@pytest.mark.parametrize("fields", [{"num_processes": 2}, {"num_processes": 1, "wrapping": "none"}])
 def test_many_micro_steps_are_like_the_second(fields: dict[str, object]) -> None:
     # two GPUs at most, so that the optimizer, which runs once, counts
     many = forecast(gradient_accumulation_steps=5, **fields)
@@ -58,7 +58,7 @@ def test_many_micro_steps_are_like_the_second(fields: dict[str, object]) -> None
     efficiency = efficiency_of(gpu_named("a100-80gb"))
     one = dataclasses.replace(many.setup, gradient_accumulation_steps=1)  # so that nothing is repeated
     seconds = step_time(events, one, efficiency=efficiency).seconds
-    seconds *= 1 + efficiency.straggler * math.sqrt(2 * math.log(many.setup.num_gpus))
+    seconds *= 1 + efficiency.straggler * math.sqrt(2 * math.log(many.setup.num_processes))
     assert result.step_seconds == pytest.approx(seconds, rel=1e-3)
     assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
     assert result.tokens_per_step == 5 * 2 * 2048

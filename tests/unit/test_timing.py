@@ -23,19 +23,19 @@ def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Grou
 
 def test_a_large_tensor_passes_each_link_once_and_between_machines_the_network_bounds() -> None:
     for ranks in (2, 8):
-        seconds = all_gather(BIG, group(num_gpus=ranks))
+        seconds = all_gather(BIG, group(num_processes=ranks))
         # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
         assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
-        others = [group(num_gpus=ranks).seconds(name, BIG) for name in ("reduce_scatter", "all_reduce")]  # type: ignore[arg-type]
-        assert others == [seconds, 2 * seconds] and all_gather(BIG, group(num_gpus=1)) == 0
+        others = [group(num_processes=ranks).seconds(name, BIG) for name in ("reduce_scatter", "all_reduce")]  # type: ignore[arg-type]
+        assert others == [seconds, 2 * seconds] and all_gather(BIG, group(num_processes=1)) == 0
     for network_gbit_s, bandwidth in ((800, 80e9), (16_000, 240e9)):
-        seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=network_gbit_s))
+        seconds = all_gather(BIG, group(num_processes=64, network_gbit_s=network_gbit_s))
         assert seconds == pytest.approx(63 / 64 * BIG / bandwidth, rel=0.01)
 
 
 def test_groups_lie_as_ranks_fill_machines() -> None:
     for replicas, is_inside, sharing in ((2, False, 8), (16, True, 4), (64, True, 1)):
-        mesh = {"num_gpus": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
+        mesh = {"num_processes": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
         shard, replicate = group("shard", **mesh), group("replicate", **mesh)
         assert (shard.is_inside, replicate.is_inside) == (is_inside, False)
         assert replicate.network == 80e9 / sharing
@@ -70,8 +70,10 @@ def test_the_rate_follows_from_the_dtype() -> None:
 
 def test_the_network_is_that_of_all_cards_of_a_machine_and_links_inside_can_be_given() -> None:
     for fields, bandwidth in (({}, 8 * 50e9), ({"gpus_per_node": 4}, 4 * 50e9), ({"network_gbit_s": 100}, 12.5e9)):
-        assert node_network(TrainingSetup(num_gpus=16, **fields), GPUS["h100-80gb"]) == bandwidth  # type: ignore[arg-type]
-    usual, slow = (group_of("shard", TrainingSetup(num_gpus=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5))
+        assert node_network(TrainingSetup(num_processes=16, **fields), GPUS["h100-80gb"]) == bandwidth  # type: ignore[arg-type]
+    usual, slow = (
+        group_of("shard", TrainingSetup(num_processes=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5)
+    )
     assert usual.link == 12e9 and slow.link == 2.5e9
     with pytest.raises(ConfigError, match=r"link_gb_s is 0; give GB/s above 0, or leave it out\."):
         TrainingSetup(link_gb_s=0)

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight import forecast
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
@@ -22,6 +21,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run, kernels
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.kernels import notes_of
+from hf_fsdp_tools.steps import build_meta_model
 
 SIZES = {
     "vocab_size": 131,
@@ -56,7 +56,7 @@ CONFIGS = {
 
 @cache
 def traced(kind: str, layers: int = 2, *, device: str = "cuda", **fields) -> Trace:
-    setup = TrainingSetup(**{"seq_len": 32, **fields})
+    setup = TrainingSetup(**{"max_length": 32, **fields})
     return trace_model(*build(CONFIGS[kind](layers), setup), setup, device=device)
 
 
@@ -154,12 +154,12 @@ def test_many_rows_have_the_events_of_few_with_each_size_grown(monkeypatch):
         forecast, "trace_model", lambda *words: asked.append(words[2].batch_size) or trace_model(*words)
     )
     for rows in (1, 2, 4, 7):
-        grown = forecast.step_of(CONFIGS["llama"](2), TrainingSetup(seq_len=32, batch_size=rows)).trace
+        grown = forecast.step_of(CONFIGS["llama"](2), TrainingSetup(max_length=32, batch_size=rows)).trace
     assert asked == [1, 2, 4] and grown == traced("llama", batch_size=7, loss="chunked")
 
 
 def test_blocks_that_differ_are_all_run():
-    setup = TrainingSetup(seq_len=32)
+    setup = TrainingSetup(max_length=32)
     model, plan = build(CONFIGS["llama"](6), setup)
     model.model.layers[3].mlp.act_fn = nn.ReLU()
     assert trace_model(model, plan, setup).repeated == 0
@@ -172,7 +172,7 @@ def test_blocks_that_differ_are_all_run():
 def test_memory_and_products_are_those_of_a_real_step(kind):
     """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own; experts are
     estimated in grouped products, and run here one by one."""
-    setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
+    setup = TrainingSetup(max_length=32, precision="fp32", wrapping="root", attn_implementation="eager")
     estimated = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     real = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](2), **ways).train()
@@ -258,7 +258,7 @@ def test_kernels_are_those_of_a_gpu():
     masks = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 48]
     assert len(norms) >= 4 and len(masks) >= 2, "statistics of norms in fp32; masks of dropout of one byte"
     kinds = ("flash_attention_2", "sdpa")
-    window, masked = (traced("local and global", seq_len=40, attn_implementation=kind) for kind in kinds)
+    window, masked = (traced("local and global", max_length=40, attn_implementation=kind) for kind in kinds)
     assert 40 * 40 * 2 not in {each.num_bytes for each in allocs(window)}, "no mask for windows"
     assert 40 * 40 * 2 in {each.num_bytes for each in allocs(masked)}
 
@@ -280,7 +280,7 @@ def test_a_base_that_stays_quantised_is_gathered_as_stored_and_dequantised_for_e
     """FP8: a byte is read and a float32 written, multiplied by its scale, rounded, and put into the whole weight."""
     config = CONFIGS["llama"](2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [12, 16]}
-    setup = TrainingSetup(seq_len=32, lora_r=4, dequantize=False)
+    setup = TrainingSetup(max_length=32, lora_r=4, dequantize=False)
     trace, plain = trace_model(*build(config, setup), setup), traced("llama", lora_r=4)
     stored = {each.fqn: each for each in trace.parameters}
     of_up = "model.layers.0.mlp.up_proj.base_layer.weight"
@@ -298,7 +298,7 @@ def test_a_base_that_stays_quantised_is_gathered_as_stored_and_dequantised_for_e
 
 
 def test_a_loss_in_chunks_never_holds_all_logits():
-    full, chunked = (traced("llama", seq_len=64, loss=loss, device="cuda") for loss in ("full", "chunked"))
+    full, chunked = (traced("llama", max_length=64, loss=loss, device="cuda") for loss in ("full", "chunked"))
     assert max(each.num_bytes for each in allocs(full) if each.kind == "logits and loss") == 4 * 64 * 131
     tile = 63 * 32768 * 2
     large = [each for each in allocs(chunked) if each.kind == "logits and loss" and each.num_bytes >= 4 * 64 * 131]
@@ -316,7 +316,7 @@ def test_a_loss_in_chunks_never_holds_all_logits():
     [
         ({}, "dequantize=False freezes the base, so nothing would be trained; give lora_r"),
         ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit quantises a plain base"),
-        ({"lora_r": 4, "tp_size": 2, "num_gpus": 2}, "tp_size and ep_size divide no weights that stay quantised"),
+        ({"lora_r": 4, "tp_size": 2, "num_processes": 2}, "tp_size and ep_size divide no weights that stay quantised"),
         ({"lora_r": 4}, "LlamaForCausalLM has no quantization_config"),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_base_that_cannot_stay_quantised_is_one_error(fields, said):
     assert "\n" not in str(caught.value)
     model = build_meta_model(CONFIGS["llama"](2))
     with pytest.raises(ConfigError, match="this model has floats"):
-        build(model, TrainingSetup(lora_r=4, dequantize=False, seq_len=32))
+        build(model, TrainingSetup(lora_r=4, dequantize=False, max_length=32))
 
 
 def test_what_fails_in_the_models_own_code_or_needs_values_is_one_line():
@@ -334,7 +334,7 @@ def test_what_fails_in_the_models_own_code_or_needs_values_is_one_line():
         def forward(self, hidden):
             return hidden * int(hidden.sum().item())
 
-    setup = TrainingSetup(seq_len=32)
+    setup = TrainingSetup(max_length=32)
     config = hf.T5Config(vocab_size=131, d_model=48, d_kv=12, d_ff=68, num_layers=2, num_heads=4)
     with pytest.raises(
         ConfigError, match=r"fails in T5ForConditionalGeneration.*AttributeError.*decoder_start_token_id"
@@ -347,7 +347,7 @@ def test_what_fails_in_the_models_own_code_or_needs_values_is_one_line():
 
 
 def test_nothing_is_changed_by_a_dry_run():
-    setup = TrainingSetup(seq_len=32, activation_checkpointing=True, attn_implementation="flash_attention_2")
+    setup = TrainingSetup(max_length=32, activation_checkpointing=True, attn_implementation="flash_attention_2")
     model, plan = build(CONFIGS["tied"](2), setup)
     before = model.config.to_dict(), torch.get_rng_state(), masking_utils.find_packed_sequence_indices
     kernels = hf.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]

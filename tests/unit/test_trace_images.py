@@ -13,7 +13,13 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, Values, batch_of, images_of
 
-PLAIN = {"precision": "fp32", "wrapping": "root", "attn_implementation": "eager", "seq_len": 32, "image_size": (56, 84)}
+PLAIN = {
+    "precision": "fp32",
+    "wrapping": "root",
+    "attn_implementation": "eager",
+    "max_length": 32,
+    "image_size": (56, 84),
+}
 
 
 def built(name: str, **fields):
@@ -63,10 +69,10 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():
 
 
 def test_images_that_do_not_fit_into_the_sequence_are_refused_only_if_they_were_asked_for():
-    with pytest.raises(ConfigError, match="9 × 6 tokens of images with marks are 73, and seq_len is 32"):
+    with pytest.raises(ConfigError, match="9 × 6 tokens of images with marks are 73, and max_length is 32"):
         traced("VLM, Qwen2.5-VL", images=9)
     note, *_ = traced("VLM, Qwen2.5-VL", image_size=(224, 224)).notes
-    assert note.startswith("Of text alone, without images") and "seq_len is 32" in note
+    assert note.startswith("Of text alone, without images") and "max_length is 32" in note
 
 
 def test_images_that_cannot_be_followed_are_left_out_and_the_note_says_where(monkeypatch):

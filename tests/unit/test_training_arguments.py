@@ -14,7 +14,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
+from hf_fsdp_tools import ConfigError, FSDPPlugin, make_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.integrations import training_arguments
@@ -22,6 +22,7 @@ from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import make_model
 
@@ -114,10 +115,10 @@ def test_the_accelerator_of_the_arguments_has_them_over_variables(key, monkeypat
         agree_with_arguments(plugin_of(args), args, sharded(accelerator))  # what the Trainer does
 
 
-def _plain_plugin(monkeypatch) -> HybridFSDPPlugin:
+def _plain_plugin(monkeypatch) -> FSDPPlugin:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return HybridFSDPPlugin()
+    return FSDPPlugin()
 
 
 @pytest.mark.filterwarnings("ignore:Only FSDP1 has")
@@ -148,8 +149,8 @@ DIFFERENT = [key for key, case in KEYS.items() if case.late != STOPS and TRAININ
 
 @pytest.mark.parametrize("key", DIFFERENT)
 def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
-    given, args = HybridFSDPPlugin(), arguments(key)
-    said = rf"fsdp_config {key}=.* \(HybridFSDPPlugin: "
+    given, args = FSDPPlugin(), arguments(key)
+    said = rf"fsdp_config {key}=.* \(FSDPPlugin: "
     with pytest.raises(ConfigError, match=said):
         make_accelerator(args, fsdp_plugin=given)
     make_accelerator(cpu=True, fsdp_plugin=given)
@@ -192,7 +193,7 @@ def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():
     assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
     forget_accelerate()
     make_accelerator(cpu=True)
-    given = HybridFSDPPlugin(activation_checkpointing=True)
+    given = FSDPPlugin(activation_checkpointing=True)
     assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
     assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
 

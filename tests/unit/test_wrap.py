@@ -10,9 +10,10 @@ import transformers as t
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_fsdp_tools import HybridPolicy, WrapPlan, WrapPlanError, build_meta_model, make_wrap_plan
+from hf_fsdp_tools import WrapPlanError, WrapPolicy
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from hf_fsdp_tools.steps import WrapPlan, build_meta_model, make_wrap_plan
 from tests._dist import fake_ranks
 from tests.census import plans
 from tests.census.defaults import classes_by_default
@@ -40,13 +41,13 @@ def test_census_sample(fake_group: None, model_type: str) -> None:
 
 
 def faults(model: nn.Module, **policy: Any) -> list[str]:
-    plan = make_wrap_plan(model, policy=HybridPolicy(**policy))
+    plan = make_wrap_plan(model, policy=WrapPolicy(**policy))
     assert check_wrap_plan(model, plan) == ()
     return plans.verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
 
 
 def unit_names(model: nn.Module, **policy: Any) -> list[tuple[str, ...]]:
-    return [unit.modules for unit in make_wrap_plan(model, policy=HybridPolicy(**policy)).units]
+    return [unit.modules for unit in make_wrap_plan(model, policy=WrapPolicy(**policy)).units]
 
 
 LAYERS = [(f"layers.{index}",) for index in range(6)]
@@ -120,7 +121,7 @@ def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: N
     assert faults(model, expert_unit_params=0) == []
     model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
     with pytest.raises(WrapPlanError, match=r"Rule 4.*single expert of 'layers\.0\.moe\.experts'"):
-        make_wrap_plan(model, policy=HybridPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
+        make_wrap_plan(model, policy=WrapPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
 
 
 class ReadsTable(nn.Module):
@@ -244,7 +245,7 @@ def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None
 
 @pytest.mark.parametrize("wanted", [RunningBlock, "RunningBlock", "layers.?"], ids=["class", "name", "pattern"])
 def test_block_types_may_be_classes_names_or_patterns(wanted: Any) -> None:
-    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(block_types=(wanted,)))
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=WrapPolicy(block_types=(wanted,)))
     chosen = [unit for unit in plan.units if unit.reason.startswith("chosen by block_types")]
     assert [unit.modules for unit in chosen] == LAYERS
 
@@ -253,7 +254,7 @@ def test_a_policy_chooses_units_options_and_sizes() -> None:
     def first_mlp(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
         return {"reshard_after_forward": False, "reason": "hot"} if fqn == "layers.0.mlp" else False
 
-    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(units=(first_mlp,)))
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=WrapPolicy(units=(first_mlp,)))
     unit = next(unit for unit in plan.units if unit.modules == ("layers.0.mlp",))
     assert (unit.reshard_after_forward, unit.reason) == (False, "hot")
     assert unit_names(Model(nn.ModuleList(running())), units=(first_mlp,)).count(("layers.0",)) == 1
@@ -263,27 +264,27 @@ def test_a_policy_chooses_units_options_and_sizes() -> None:
     assert ("embed.1",) in unit_names(model, min_unit_params=500)
     assert ("norm",) not in unit_names(model, min_unit_params=1, floor_params=100)
     model = Model(nn.ModuleList(running()))
-    plan = make_wrap_plan(model, policy=HybridPolicy(reshard_after_forward={"layers.[45]": False, "": True}))
+    plan = make_wrap_plan(model, policy=WrapPolicy(reshard_after_forward={"layers.[45]": False, "": True}))
     assert [u.reshard_after_forward for u in plan.units if "layers" in u.modules[0]] == [True] * 4 + [False] * 2
     assert plan.units[-1].reshard_after_forward is True
-    policy = HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
+    policy = WrapPolicy(replicate=("layers.*.norm", "embed.weight"))
     plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=policy)
     assert len(plan.replicated) == 13 and "embed.weight" in plan.replicated
     assert sum(unit.num_params for unit in plan.units) == plan.num_params - 6 * 16 - 32 * 8
 
 
 def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
-    policy = HybridPolicy(block_types=("RuningBlock",), replicate=("embedd.weight",))
+    policy = WrapPolicy(block_types=("RuningBlock",), replicate=("embedd.weight",))
     with pytest.raises(WrapPlanError, match=r"embed\.weight(.|\n)*'RuningBlock' .* did you mean RunningBlock"):
         make_wrap_plan(Model(nn.ModuleList(running())), policy=policy)
     model = Model(nn.ModuleList(running()))
     model.body = nn.Sequential(*(running(12, width=16)))
     with pytest.raises(WrapPlanError, match=r"(?s)Rule 2: unit 'body' gathers .* the bound is .*Change block_types"):
-        make_wrap_plan(model, policy=HybridPolicy(block_types=("body",)))
+        make_wrap_plan(model, policy=WrapPolicy(block_types=("body",)))
     with pytest.raises(WrapPlanError, match=r"Rule 4: 'layers' is a ModuleList.*choose its members"):
-        make_wrap_plan(model, policy=HybridPolicy(block_types=("ModuleList",)))
+        make_wrap_plan(model, policy=WrapPolicy(block_types=("ModuleList",)))
     with pytest.raises(WrapPlanError, match=r"min_unit_params is -1.*block_types is 'Block'.*write \('Block',\)"):
-        HybridPolicy(min_unit_params=-1, block_types="Block")  # type: ignore[arg-type]
+        WrapPolicy(min_unit_params=-1, block_types="Block")  # type: ignore[arg-type]
     with pytest.raises(WrapPlanError, match="unknown options colour; known are"):
         unit_names(Model(nn.ModuleList(running())), units=(lambda fqn, _: {"colour": 1} if fqn == "norm" else None,))
 
@@ -304,7 +305,7 @@ def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() 
     def kept(**policy: Any) -> dict[str, str | None]:
         sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 16_384, "num_hidden_layers": 2}
         model = build_meta_model(t.LlamaConfig(**sizes, tie_word_embeddings=policy.pop("tied", False)))
-        plan = make_wrap_plan(model, policy=HybridPolicy(**policy))
+        plan = make_wrap_plan(model, policy=WrapPolicy(**policy))
         assert all((unit.kept_for is not None) == (unit.reshard_after_forward is False) for unit in plan.units)
         return {unit.modules[0]: unit.kept_for for unit in plan.units if unit.kept_for}
 

@@ -56,8 +56,8 @@ def answer(
         with tempfile.TemporaryDirectory() as folder:
             setup = TrainingSetup(
                 gpu=gpu,
-                num_gpus=whole(gpus, "GPUs"),
-                seq_len=whole(length, "Tokens per row"),
+                num_processes=whole(gpus, "GPUs"),
+                max_length=whole(length, "Tokens per row"),
                 batch_size=whole(batch, "Rows per GPU"),
                 activation_checkpointing=checkpointing,
                 **METHODS[method],
@@ -84,8 +84,8 @@ def answer(
 
 def command(model: str, setup: TrainingSetup) -> str:
     """The command that searches the fastest setting of this training, and writes it."""
-    words = ["hf-fsdp", "config", model, "--gpu", str(setup.gpu), "--num-processes", str(setup.num_gpus)]
-    words += ["--max-length", str(setup.seq_len)]
+    words = ["hf-fsdp", "config", model, "--gpu", str(setup.gpu), "--num-processes", str(setup.num_processes)]
+    words += ["--max-length", str(setup.max_length)]
     plain, own = asdict(TrainingSetup()), asdict(setup)
     for name, option in OPTIONS.items():
         if own[name] != plain[name]:

@@ -16,7 +16,7 @@ from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.text import dtype_name, listed
 
@@ -54,7 +54,7 @@ class HybridAutoWrapPolicy:
 
 
 def hybrid_auto_wrap_policy(
-    model: nn.Module, *, plan: WrapPlan | None = None, policy: HybridPolicy | None = None
+    model: nn.Module, *, plan: WrapPlan | None = None, policy: WrapPolicy | None = None
 ) -> HybridAutoWrapPolicy:
     """The wrap plan of `model` as an FSDP1 auto-wrap policy: a callable `(module, recurse, nonwrapped_numel) -> bool`.
 
@@ -63,7 +63,7 @@ def hybrid_auto_wrap_policy(
     Args:
         model: not wrapped yet; any device, meta included.
         plan: the units; None makes the plan from `policy`.
-        policy: as in `make_wrap_plan`, of which it makes the plan; None means `HybridPolicy()`.
+        policy: as in `make_wrap_plan`, of which it makes the plan; None means `WrapPolicy()`.
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model, or needs what FSDP1 lacks; all such units are listed.
@@ -75,7 +75,7 @@ def hybrid_auto_wrap_policy(
         True
     """
     if plan is None:
-        plan = make_wrap_plan(model, policy=as_policy(policy) or HybridPolicy())
+        plan = make_wrap_plan(model, policy=as_policy(policy) or WrapPolicy())
     elif problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {class_name(model)}: " + "; ".join(problems))
     every = {unit.modules[0] or "(root)": unit.reshard_after_forward for unit in plan.units}

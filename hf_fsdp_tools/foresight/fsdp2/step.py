@@ -127,7 +127,7 @@ class _WholeGradients:
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self.reduces = True  # False inside of DDP's `no_sync`
         self.resident = []  # Bytes of DDP's buckets
-        if self._is_ddp and setup.num_gpus > 1:
+        if self._is_ddp and setup.num_processes > 1:
             self.resident = [self.kept(each).num_bytes for each in reversed(parameters) if each.requires_grad]
         self._gradients: dict[str, int] = {}
         self._copies: dict[str, int] = {}
@@ -162,7 +162,7 @@ class _WholeGradients:
     def end_backward(self) -> None:
         """Gradients are summed over ranks, by DDP in buckets; copies of parameters without a gradient are freed."""
         more: dict[str, Any] = {"stream": "all_reduce" if self._is_ddp else "compute"}
-        ranks, most = self._setup.num_gpus, _BUCKET if self._is_ddp else self._unsent
+        ranks, most = self._setup.num_processes, _BUCKET if self._is_ddp else self._unsent
         for sent in range(0, self._unsent, most) if ranks > 1 and self.reduces and self._unsent else ():
             num_bytes = min(most, self._unsent - sent)
             self._writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks, axis="all", **more)
@@ -237,7 +237,7 @@ def _states_8bit(shard: Shard | Parameter) -> list[int]:
 
 def write_muon(writer: EventWriter, updated: Sequence[Shard | Parameter], setup: TrainingSetup) -> None:
     """What ranks do of Muon's step together: matrices travel to their owners, are orthogonalised, and travel back."""
-    ranks, travelling, flops, traffic, largest = setup.num_gpus, 0.0, 0.0, 0.0, 0
+    ranks, travelling, flops, traffic, largest = setup.num_processes, 0.0, 0.0, 0.0, 0
     for each in updated:
         if (matrices := each.parameter.matrices) is None:
             continue

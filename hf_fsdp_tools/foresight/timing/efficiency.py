@@ -93,13 +93,13 @@ def group_of(axis: Axis, setup: TrainingSetup, gpu: Gpu) -> Group:
     ranks, apart = {
         "shard": (setup.dp_shard_size, setup.tp_size),
         "expert_shard": (setup.expert_shard_size, setup.ep_size),
-        "replicate": (setup.num_gpus // setup.gpus_per_copy, setup.gpus_per_copy),
-        "all": (setup.num_gpus, 1),
+        "replicate": (setup.num_processes // setup.gpus_per_copy, setup.gpus_per_copy),
+        "all": (setup.num_processes, 1),
         "rows": (setup.cp_size, setup.tp_size),
         "layers": (setup.tp_size, 1),
         "experts": (setup.ep_size, 1),
     }[axis]
-    in_node = min(setup.gpus_per_node, setup.num_gpus)
+    in_node = min(setup.gpus_per_node, setup.num_processes)
     ranks_per_node = max(1, min(ranks, in_node // apart))
     link = gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link] if setup.link_gb_s is None else setup.link_gb_s * 1e9
     network = node_network(setup, gpu) * _NETWORK_EFFICIENCY / max(1, in_node // ranks_per_node)

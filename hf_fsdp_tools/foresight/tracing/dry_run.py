@@ -84,7 +84,7 @@ def _followed(
         parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
-        tokens=setup.batch_size * setup.seq_len // setup.dims.ranks_per_row,
+        tokens=setup.batch_size * setup.max_length // setup.dims.ranks_per_row,
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(notes),
     )

@@ -51,11 +51,13 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
         return None
     count = setup.images or 1
     made, tokens = _look(model, count, setup.image_size)
-    if (needed := count * (tokens + 2) + 1) > setup.seq_len:
-        fact = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
+    if (needed := count * (tokens + 2) + 1) > setup.max_length:
+        fact = (
+            f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and max_length is {setup.max_length:,}"
+        )
         if setup.images is None:
             raise NoImagesError(fact)
-        raise ConfigError(f"{fact}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
+        raise ConfigError(f"{fact}. Give a max_length of {needed:,} or more, or fewer or smaller images.")
     return Images({key: made[key] for key in made if key in takes}, count, tokens)
 
 
@@ -127,7 +129,7 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
     packed, so that no mask is given. Each image stands between marks."""
     config: Any = model.config
     takes, rows = inspect.signature(type(model).forward).parameters, setup.batch_size
-    ids = torch.zeros(rows, setup.seq_len, dtype=torch.int64)
+    ids = torch.zeros(rows, setup.max_length, dtype=torch.int64)
     batch: dict[str, Any]
     match getattr(model, "main_input_name", "input_ids"):
         case "input_ids":
@@ -156,7 +158,7 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
         raise ConfigError(f"{type(model).__name__} takes no labels, so it gives no loss. Choose another auto_class.")
     kinds = ("Sequence", "Image", "Audio")  # of which each is one class
     is_one_label = type(model).__name__.endswith(tuple(f"For{kind}Classification" for kind in kinds))
-    return batch | {"labels": torch.zeros((rows,) if is_one_label else (rows, setup.seq_len), dtype=torch.int64)}
+    return batch | {"labels": torch.zeros((rows,) if is_one_label else (rows, setup.max_length), dtype=torch.int64)}
 
 
 _MOST_BYTES = 2**26  # A larger result is not followed: token ids are, masks of long sequences squared not. (assumed)
