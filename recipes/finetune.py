@@ -13,7 +13,7 @@ real model on one GPU with LoRA, on eight, and on two machines of eight:
         --per_device_train_batch_size 2 --gradient_accumulation_steps 2
 
 Memory and time predicted for each stand at the top of its config; `hf-fsdp config MODEL` writes one for another model
-or machine. Every option of TRL's SFTConfig works (`--help`), also from a YAML file (`--config run.yaml`);
+or machine. Every option of TRL's SFTConfig works (`--help-all`), also from a YAML file (`--config run.yaml`);
 docs/recipes.md and docs/data.md have those that most runs need.
 """
 

@@ -112,7 +112,7 @@ def _estimate(options: argparse.Namespace) -> None:
         first = estimates[setup.wrapping].memory
         whole_loss = more = None
         if options.recipe is None and setup.loss is None and first.setup.loss == "chunked":
-            say("the same with whole logits ...")
+            say("the same with full logits ...")
             whole_loss = _estimated(options, replace(setup, loss="full"), kwargs).memory
         if not (first.fits or options.json):
             say("looking for what fits ...")
@@ -153,7 +153,7 @@ def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: 
     if whole_loss is not None:
         fits = "" if whole_loss.fits else ", which does not fit"
         total = show_bytes(whole_loss.total)
-        yield f"chunked loss, as the recipes make it; with whole logits (--loss full) {total} in all{fits}"
+        yield f"chunked loss, as the recipes make it; with full logits (--loss full) {total} in all{fits}"
     if more is not None:
         near = "; ".join(more) or "nothing near; take a smaller model"
         yield f"what fits: {near}. `hf-fsdp config` with the model's name searches for the fastest setting"

@@ -14,9 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.options import ANY_ADDRESS, decide
+from hf_fsdp_tools.cli.options import ANY_ADDRESS, column, decide
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
+
+_ARGUMENTS = Path(__file__).parents[1] / "scripting" / "arguments.py"
+"""Has the options that all recipes share."""
 
 _HELP = """\
 usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE ...]
@@ -57,9 +60,12 @@ def add_recipes(commands: Any) -> None:
 
 
 def _launch(recipe: Path, options: argparse.Namespace) -> int:
-    if {"-h", "--help"} & set(options.rest):
-        print(_HELP.format(name=recipe.stem), flush=True)
-        return subprocess.call([sys.executable, str(recipe), "--help"])
+    if {"-h", "--help", "--help-all"} & set(options.rest):
+        print(_HELP.format(name=recipe.stem.replace("_", "-")), flush=True)
+        if "--help-all" in options.rest:
+            return subprocess.call([sys.executable, str(recipe), "--help"])
+        print(_help_of(recipe))
+        return 0
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
     launch, launcher_words, recipe_words = split_words(options.rest)
@@ -88,6 +94,37 @@ def cpu_words(config: Any) -> list[str]:
     """The launcher's option for the threads of a process on this machine's CPU, which has no key in a file."""
     threads = (os.cpu_count() or 1) // config.num_processes
     return ["--num_cpu_threads_per_process", str(threads)] if config.use_cpu and threads > 1 else []
+
+
+def _help_of(recipe: Path) -> str:
+    """The docstring of a recipe and the options that it and this package define, from their source: importing TRL,
+    which has all others, takes seconds."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, _ARGUMENTS)]
+    lines = [f"{ast.get_docstring(trees[0])}", "", "options of this recipe, beside those of TRL and transformers:"]
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(each) == "dataclass" for each in node.decorator_list):
+                lines += _options_of(node)
+            elif isinstance(node, ast.keyword) and node.arg == "columns" and isinstance(node.value, ast.Tuple):
+                names = ", ".join(f"--{name}_column" for name in ast.literal_eval(node.value))
+                lines.append(column("  columns ", f"{names}: what the dataset calls them (docs/data.md)"))
+    return "\n".join([*lines, "", f"all options (some seconds): hf-fsdp {recipe.stem.replace('_', '-')} --help-all"])
+
+
+def _options_of(node: ast.ClassDef) -> list[str]:
+    """A line for each field of a dataclass that is an option."""
+    lines = []
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            given: dict[str, Any] = {"default": line.value}
+            if isinstance(line.value, ast.Call):
+                given = {each.arg: each.value for each in line.value.keywords if each.arg is not None}
+            if "init" in given:
+                continue
+            about = ast.literal_eval(given["metadata"])["help"] if "metadata" in given else ""
+            default = ast.unparse(given["default"]) if given.get("default") is not None else "None"
+            lines.append(column(f"  --{line.target.id} ", f"{about} (default: {default})".strip()))
+    return lines
 
 
 def named_config(name: str) -> Path:

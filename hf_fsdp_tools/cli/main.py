@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
-from hf_fsdp_tools.cli.options import examples
+from hf_fsdp_tools.cli.options import column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
@@ -99,10 +98,6 @@ _ELSEWHERE = {
 """Where to find what other tools call so."""
 
 
-def _column(name: str, about: str) -> str:
-    return textwrap.fill(about, 100, initial_indent=name, subsequent_indent=" " * len(name))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hf-fsdp", usage="hf-fsdp COMMAND ...", description="Shard Hugging Face models with PyTorch FSDP."
@@ -115,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         former = len(commands._choices_actions)
         for add in adders:
             add(commands)
-        rows = [(f"  {each.dest:<16} ", f"{each.help}") for each in commands._choices_actions[former:]]
-        lines += [f"{title}:", *(_column(*row) for row in rows), ""]
+        rows = [(f"  {each.dest} ", f"{each.help}") for each in commands._choices_actions[former:]]
+        lines += [f"{title}:", *(column(*row) for row in rows), ""]
     usual = (
         "doctor",
         "config Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",

@@ -5,6 +5,7 @@ import gc
 import logging
 import math
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,12 @@ def truth(text: str) -> bool:
 def examples(*commands: str) -> str:
     """The end of a command's help."""
     return "\n".join(["examples:", *(f"  hf-fsdp {each}" for each in commands)])
+
+
+def column(name: str, about: str) -> str:
+    """A row of help of two columns, the second at least 20 characters from the left."""
+    head = f"{name:<20}" if len(name) <= 20 else f"{name.rstrip()}\n{'':20}"
+    return head + textwrap.fill(about, 90).replace("\n", f"\n{'':20}")
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -277,7 +284,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--freeze-vision-tower", action="store_const", const=True, help="train all but the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="base of LoRA in 4 bits (QLoRA)")
     add("--dequantize", type=truth, metavar="BOOL", help="false: LoRA on a base as it is stored (default: true)")
-    about = "logits in pieces (recipes, TRL, Liger; default for causal models) or whole (transformers' own loss)"
+    about = "chunked loss (recipes, TRL, Liger; default for causal models) or full logits (transformers' own loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")

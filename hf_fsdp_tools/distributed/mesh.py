@@ -39,7 +39,7 @@ class ParallelDims:
     """
 
     dp_replicate_size: int = 1
-    """Number of copies of the model; above 1 this is HSDP."""
+    """Number of replicas of the model; above 1 this is HSDP."""
 
     dp_shard_size: int | None = None
     """Number of processes over which each copy is sharded, beside the other degrees; None means all that they leave."""

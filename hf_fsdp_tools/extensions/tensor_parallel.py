@@ -105,7 +105,7 @@ class DividedLayers(Feature):
     def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
         """The loss of a divided head is computed of parts of the logits.
 
-        A head that an adapter wraps, and a loss other than that of the next word, take whole logits.
+        A head that an adapter wraps, and a loss other than that of the next word, take full logits.
         """
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         style = note_of(head).style if isinstance(head, nn.Linear) else None

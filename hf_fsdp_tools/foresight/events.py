@@ -18,7 +18,7 @@ Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "e
 """Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; that share rows (`cp_size`),
 layers (`tp_size`) or experts (`ep_size`)."""
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
-"""The part of a step. What activation checkpointing computes again belongs to the backward pass."""
+"""The part of a step. What activation checkpointing recomputes belongs to the backward pass."""
 Kind = Literal[
     "parameters", "gradients", "optimizer", "gathered parameters", "gather buffers", "whole gradients",
     "reduce buffers", "activations", "logits and loss", "temporaries", "inputs",

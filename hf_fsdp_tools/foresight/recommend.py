@@ -1,6 +1,6 @@
 """Recommend the settings of a training: the fastest that fit, what is next best, what would break them.
 
-Few estimates are needed, since memory grows with the micro-batch, with copies of the model and where gathered
+Few estimates are needed, since memory grows with the micro-batch, with replicas of the model and where gathered
 parameters or whole gradients are kept, and no way of sharding makes a step shorter than what the GPU computes.
 """
 

@@ -98,7 +98,7 @@ class TrainingSetup:
     expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow
     compile: bool = False  #: `torch.compile` per block
     loss: Literal["full", "chunked", None] = None
-    """`chunked`: logits are made in pieces, as the recipes, TRL's trainers and Liger do; `full`: whole, as by
+    """`chunked`: logits are made and freed in chunks, as the recipes, TRL's trainers and Liger do; `full`: whole, as by
     transformers' `Trainer`. None takes `chunked` where a decoder predicts the next word, else `full`."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 

@@ -59,7 +59,7 @@ class ThroughputEstimate(Report):
     tokens_per_step: int  # One GPU's, over all its micro-steps
     model_flops: float
     """One GPU's in a step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
-    hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
+    hardware_flops: float  # `model_flops`, and what activation checkpointing recomputes
     parts: Mapping[str, float]  # Seconds of what the GPU does: `Timing.parts`, and `slowest GPU`, for which it waits
     communication_seconds: float  # All collectives', hidden or not
     error: float  # `Efficiency.error`; infinite where tokens per second are not estimated

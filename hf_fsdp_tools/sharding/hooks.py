@@ -139,7 +139,7 @@ def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
 
 
 def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPModule) -> None:
-    """Gather a head before its weight is read: losses in pieces, as TRL's, do not call it. The gradient of a shard that
+    """Gather a head before its weight is read: chunked losses, as TRL's, do not call it. The gradient of a shard that
     is read would be that of this rank's rows alone."""
     if torch.is_grad_enabled():
         head.unshard()

@@ -133,7 +133,7 @@ def shard_model(
             memory for about a third more computation. Turns `use_cache` off. A mapping says more: `every_n_layers`
             (every n-th block of each stack alone), `offload` (what these blocks keep, their inputs, lies in host
             memory, pinned where the mesh is on a device, and is copied while blocks compute), `save_ops` (operators
-            whose results they keep and do not compute again: "matmul", "attention", or torch's names: "aten::mm").
+            whose results they keep and do not recompute: "matmul", "attention", or torch's names: "aten::mm").
         compile: compile each block in place, True or with options for `torch.compile`
             (`{"mode": "max-autotune-no-cudagraphs"}`).
 

@@ -46,7 +46,7 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("estimate", "--help")])
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("estimate", "--help"), ("embed", "--help")])
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom hf_fsdp_tools.cli.main import main\n"
@@ -57,6 +57,9 @@ def test_help_imports_nothing_heavy(words):
     assert done.stdout.splitlines()[-1] == "[]"
     assert "usage: hf-fsdp" in done.stdout
     assert done.stderr == ""
+    if words[0] == "embed":  # its own options, those of the package, its columns
+        assert re.search(r"--temperature +By which cosines .*default: 0.05", done.stdout)
+        assert "--merge_adapters" in done.stdout and "sentence-transformers" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     assert words.startswith(" ".join(str(memory).split())) and " ".join(str(time).split()) in words
     assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert f"assumed: {memory.setup.words}" in words and "optimizer adamw" in memory.setup.words
-    assert f"with whole logits (--loss full) {show_bytes(whole.total)} in all" in words
+    assert f"with full logits (--loss full) {show_bytes(whole.total)} in all" in words
     assert f"up to {show_bytes(round(memory.total * (1 + MARGIN)))} on a real GPU" in words
     before, _, explained = out.partition("largest at the peak")
     assert all(len(line) <= 100 for line in before.splitlines()[:-1])

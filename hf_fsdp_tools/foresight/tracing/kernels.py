@@ -194,14 +194,14 @@ def scratch(func: Any, args: Sequence[Any], *, on_cuda: bool) -> Sequence[int]:
     return [*per_head, 4 * rows, *product, tiles * (64 * wide * 4 + 16)]
 
 
-# ---- a loss in pieces: TRL's (1.16, `ChunkedLogProbFunction`), which Liger's resembles ----
+# ---- a chunked loss: TRL's (1.16, `ChunkedLogProbFunction`), which Liger's resembles ----
 
 TOKENS, _WORDS = 4096, 32768
 """Tokens of one chunk of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
 def predicts_words(model: nn.Module) -> bool:
-    """Whether a model is a decoder that predicts the next word, whose loss the recipes' trainers make in pieces."""
+    """Whether a model is a decoder that predicts the next word, whose loss the recipes' trainers compute in chunks."""
     is_alone = getattr(model, "base_model", model) is model
     return getattr(model, "can_generate", bool)() and _has_head(model) and not is_alone
 
@@ -212,7 +212,7 @@ def _has_head(model: Any) -> bool:
 
 
 def chunk_loss(model: nn.Module, recorder: Any) -> None:
-    """Let a model compute its loss in pieces, in place, as TRL's `add_fused_lm_head` does."""
+    """Let a model compute a chunked loss, in place, as TRL's `add_fused_lm_head` does."""
     if not _has_head(model):
         raise ConfigError(
             f"{type(model).__name__} has no decoder with a head for words, whose loss could be computed in chunks. "

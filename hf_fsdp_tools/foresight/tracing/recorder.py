@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
     def _fuse(self, name: str, inputs: Any, made: list[torch.Tensor]) -> None:
-        """Count what `torch.compile` keeps of a block: AOTAutograd's cut computes again the result of an activation
+        """Count what `torch.compile` keeps of a block: AOTAutograd's cut recomputes the result of an activation
         function that is multiplied on, and of a copy in another dtype keeps the narrower side. (So were two blocks of
         Llama measured on an H200: I + 4 H per token less, with LoRA I + 2 H.)"""
         makers = {"_to_copy": ("_to_copy",), "mul": ("silu", "gelu")}.get(name, ())
