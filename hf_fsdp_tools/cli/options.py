@@ -272,12 +272,12 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--lora-target-modules", metavar="A,B", help="modules that LoRA adapts (default: all-linear)")
     about = "dropout of LoRA (default: 0, which `config` writes; TRL's own is 0.05)"
     add("--lora-dropout", type=float, metavar="X", help=about)
-    about = "models that are held beside, in shards that are not trained: a teacher, a reference"
+    about = "frozen models that are loaded too, in shards: a teacher, a reference"
     add("--frozen-models", type=_names, metavar="A,B", help=about)
     add("--freeze-vision-tower", action="store_const", const=True, help="train all but the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="base of LoRA in 4 bits (QLoRA)")
     add("--dequantize", type=truth, metavar="BOOL", help="false: LoRA on a base as it is stored (default: true)")
-    about = "logits in pieces (recipes, TRL, Liger; default for causal models) or whole (transformers' own loss)"
+    about = "chunked loss (recipes, TRL, Liger; default for causal models) or full logits (transformers' own loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")
