@@ -250,7 +250,8 @@ def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None
 def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
     names = sorted(each.replace("_", "-") for each in recipes)
-    about = "recipe that trains (default: a loop or Trainer of your own); `config --output` writes its options too"
+    about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `config`: finetune); if given, "
+    about += "`config --output` writes its options too"
     add("--recipe", choices=names, metavar="NAME", help=about)
     about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
