@@ -54,7 +54,7 @@ def add_config(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
     templates = parser.add_mutually_exclusive_group()
     for name, template in TEMPLATES.items():
-        about = f"also write {template.about}, beside the file of --output"
+        about = f"also write {template.about}, next to the file of --output"
         templates.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=about)
     parser.add_argument("--force", action="store_true", help="replace files that say something else")
     machines = parser.add_argument_group("machines").add_argument

@@ -63,7 +63,7 @@ def add_estimate(commands: Any) -> None:
     show("--tokens", type=amount, metavar="N", help="tokens to train on, such as 1e9: show hours and cost too")
     show("--price", type=amount, metavar="X", help="price of one GPU for one hour, for the cost of --tokens")
     show("--explain", action="store_true", help="show what takes most memory at the peak: module and operator of each")
-    show("--compare", action="store_true", help="show the plan, root-only wrapping and no wrapping beside each other")
+    show("--compare", action="store_true", help="compare the plan with root-only wrapping and no wrapping")
     parser.set_defaults(run=_estimate)
 
 

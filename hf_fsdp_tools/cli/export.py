@@ -26,7 +26,7 @@ def add_export(commands: Any) -> None:
         "STATE is a folder that Accelerate's save_state, the Trainer (checkpoint-500), torch.distributed.checkpoint or "
         "this package saved, from any number of ranks; or a checkpoint that is to be cast or cut into other files. The "
         "result is what save_pretrained would have written in the training, with --adapter that of PEFT's "
-        "merge_and_unload, bit for bit, in the dtype of the base. Tokenizer files beside STATE are copied. Under "
+        "merge_and_unload, bit for bit, in the dtype of the base. Tokenizer files next to STATE are copied. Under "
         "torchrun the processes share the work."
     )
     epilog = examples(
@@ -43,7 +43,7 @@ def add_export(commands: Any) -> None:
     add("--keep-stored-format", action="store_true", help="merge into a base in fine-grained FP8, and quantise again")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--no-heads", action="store_false", dest="carry_heads", help="leave out heads that transformers ignores (MTP)")
-    add("--config", metavar="NAME", help="model's config, where it is not beside the weights")
+    add("--config", metavar="NAME", help="model's config, where it is not next to the weights")
     add("--revision", metavar="NAME", help="branch, tag or commit on the hub")
     add("--subfolder", metavar="NAME", help="folder within the checkpoint")
     add("--allow-pickle", action="store_true", help="read legacy .bin files (no code of theirs is run)")

@@ -257,7 +257,8 @@ def _check_gpus(defaults: "LaunchConfig", needed: int, is_elsewhere: bool) -> No
 def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
     names = sorted(each.replace("_", "-") for each in recipes)
-    about = "recipe that trains (default: a loop or Trainer of your own); `config --output` writes its options too"
+    about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `config`: finetune); if given, "
+    about += "`config --output` writes its options too"
     add("--recipe", choices=names, metavar="NAME", help=about)
     about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
@@ -279,7 +280,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--lora-target-modules", metavar="A,B", help="modules that LoRA adapts (default: all-linear)")
     about = "dropout of LoRA (default: 0, which `config` writes; TRL's own is 0.05)"
     add("--lora-dropout", type=float, metavar="X", help=about)
-    about = "models that are held beside, in shards that are not trained: a teacher, a reference"
+    about = "frozen models that are loaded too, in shards: a teacher, a reference"
     add("--frozen-models", type=_names, metavar="A,B", help=about)
     add("--freeze-vision-tower", action="store_const", const=True, help="train all but the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="base of LoRA in 4 bits (QLoRA)")

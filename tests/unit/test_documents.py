@@ -104,6 +104,35 @@ def test_no_sentence_begins_with_of():
     assert not found, "\n".join(f"{path}: {text!r}" for path, text in found)
 
 
+WORDS = {
+    r"\bfores(?:ee|aw|ight)\w*": "estimate, predict",
+    r"\btold\b": "given, set",
+    r"\bheld\b(?![- ]out)": "kept, has",
+    r"\bbesides?\b": "next to, compared with, in addition to",
+    r"\bshares? (?:the )?rows\b|\brows that (?:ranks|are) share|\blayers that ranks share": "context parallelism",
+    r"\bin pieces\b": "chunked",
+    r"\bwhole logits\b": "full logits",
+    r"\bcomput\w+ (?:\w+ )?again\b": "activation checkpointing, recomputed",
+    r"\bcop(?:y|ies) of the model\b": "replica",
+    r"\bstay\w* (?:as it is )?quantised\b": "quantised base as stored",
+    r"\bof one process\b": "single-process",
+    r"\bhosts\b|\b(?:both|either|each|every|per|a) host\b(?! memory)": "framework; host memory is a term",
+}
+"""Private words that users stumbled over, and what people of the field say."""
+USED = {name for name in TEXTS if name.startswith(("README", "docs/"))} - {"docs/support.md"}
+"""The documents for users, without the one whose words are names in tests."""
+
+
+@pytest.mark.parametrize("name", sorted(USED))
+def test_documents_and_help_use_the_words_of_the_field(name):
+    """Code, printed output and links are left out, but for the help of commands."""
+    text = re.sub(r"\]\([^)\s]+\)", "]", TEXTS[name])
+    if name != "docs/commands.md":
+        text = re.sub(r"```.*?```|`[^`\n]+`", "", text, flags=re.DOTALL)
+    found = {" ".join(at[0].split()): said for word, said in WORDS.items() for at in re.finditer(word, text, re.I)}
+    assert not found, f"{name} says what the field says otherwise: {found}"
+
+
 def test_the_reference_has_every_public_name():
     named = re.findall(r"^\.\. auto(?!module)\w+:: (?:[\w.]+\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
     assert sorted(named) == sorted(
