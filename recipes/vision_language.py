@@ -9,7 +9,7 @@ the shapes: those take more epochs. A real model on eight GPUs, and with LoRA on
     python recipes/vision_language.py --use_peft --lora_target_modules all-linear …
 
 `hf-fsdp estimate NAME --recipe vision-language --freeze-vision-tower --image-size 512x512 …` predicts memory and time.
-Every option of TRL's SFTConfig works (`--help-all`). Rows have `images` (a list) or `image`, and `messages` or ShareGPT's
+TRL's own options work (`--help-all`). Rows have `images` (a list) or `image`, and `messages` or ShareGPT's
 `conversations`, or `prompt` and `completion`, of which the completion alone counts. `--max_length` must hold whole
 images. `--freeze_vision_tower false` trains the image encoder too.
 """

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import hf_fsdp_tools
-from hf_fsdp_tools import from_pretrained, make_accelerator
+from hf_fsdp_tools import from_pretrained, make_accelerator, steps
 from tests._checkpoints import make_quantized, small_llama, word_tokenizer
 from tests._dist import run_ranks
 from tests._store import on_ranks, s3_server
@@ -50,7 +50,7 @@ class Given(dict[str, Any]):
     """Names that a block takes for granted: each is made when the block first asks for it."""
 
     def __init__(self, code: str, folder: Path, url: str) -> None:
-        super().__init__({name: getattr(hf_fsdp_tools, name) for name in hf_fsdp_tools.__all__})
+        super().__init__({name: getattr(door, name) for door in (hf_fsdp_tools, steps) for name in door.__all__})
         self.update({name: getattr(hf, name) for name in ("AutoModelForCausalLM", "BitsAndBytesConfig", "Trainer")})
         self.update({"torch": torch, "Accelerator": Accelerator, "islice": islice, "LoraConfig": peft.LoraConfig})
         self.update(TrainingArguments=partial(hf.TrainingArguments, use_cpu=True), DPOTrainer=trl.DPOTrainer)
