@@ -48,6 +48,25 @@ def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_installs_and_starts(kind, tmp_path):
+    pytest.importorskip("hatchling", reason="building needs its backend")
+    code = f"import hatchling.build; print(hatchling.build.build_{kind}({str(tmp_path)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    file, target = tmp_path / built.stdout.split()[-1], tmp_path / "installed"
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--quiet", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(file)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    words = [sys.executable, "-P", "-m", "hf_fsdp_tools", "finetune", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert "--merge_adapters" in done.stdout and "fine-tune" in done.stdout.lower()
+    code = "import hf_fsdp_tools; print(hf_fsdp_tools.__file__)"
+    words = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).is_relative_to(target)
+
+
+@pytest.mark.nightly
 def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
     """Its base has CI's torch, its command is the README's first, and what it copies suffices for the wheel."""
     lines = [line for line in (REPOSITORY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
