@@ -362,7 +362,7 @@ class FSDPTrainerMixin(PushingMixin):
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.blocking:
-            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
+            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):

@@ -279,7 +279,7 @@ def finish(
         with agreed("writing the report of the estimate", report), storage_errors("write", Path(report)):
             _report_estimate(Path(report), trainer, model_args)
     if getattr(model_args, "merge_adapters", False):
-        save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
+        save_pretrained(trainer.model, folder / "merged", processing_class=tokenizer, merge_adapters=True)
         summary["merged"] = f"{folder / 'merged'} (opens without PEFT)"
     if training.push_to_hub:
         summary["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
