@@ -202,10 +202,17 @@ def from_pretrained(
 def from_config(
     config: PreTrainedConfig | str | PathLike[str],
     *,
-    accelerator: Any = None,
     seed: int | None = None,
     auto_class: Any = None,
+    policy: WrapPolicy | None = None,
+    mesh: DeviceMesh | None = None,
+    distributed_config: Any = None,
+    accelerator: Any = None,
     dtype: torch.dtype | str | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    activation_checkpointing: bool | Mapping[str, Any] | None = None,
+    compile: bool | str | Mapping[str, Any] | None = False,
     trust_remote_code: bool = False,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
@@ -220,9 +227,9 @@ def from_config(
 
     Args:
         config: a configuration, a `config.json`, or a hub name or folder that has one; no weights are read.
-        accelerator: as in `from_pretrained`. None: FSDP over all processes, in the dtype of the weights.
         seed: of the whole model; None: it follows from rank 0's generator.
-        auto_class: as in `from_pretrained`.
+        auto_class, policy, mesh, distributed_config, accelerator, mp_policy, offload_policy, activation_checkpointing,
+            compile: as in `from_pretrained`.
         dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
             precision, else the config's dtype, or float32 if it has none.
         trust_remote_code: run model code that comes with the configuration.
@@ -239,11 +246,13 @@ def from_config(
         >>> model.training, model.lm_head.weight.placements
         (False, (Shard(dim=0),))
     """
-    settings = _settings_of(accelerator, None)
+    rules, mesh = _layout(distributed_config, mesh)
+    settings = _settings_of(accelerator, mesh)
     seeds: list[int] = []
     with agreed_steps("making the model"):
         with agreed("checking the arguments of from_config"):
-            dtype = one_dtype(dtype, None)
+            dtype, options, policy = one_dtype(dtype, None), as_compile(compile), as_policy(policy)
+            settings |= _given_settings(mp_policy, offload_policy, activation_checkpointing)
         computed = getattr(settings.get("mp_policy"), "param_dtype", None)
         masters = torch.float32 if dtype is None and computed is not None else None
         with agreed("building the model"):
@@ -255,9 +264,11 @@ def from_config(
                 **model_kwargs,
             )
         content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-        same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content)
+        own = {name: value for name, value in settings.items() if name != "mesh"}
+        own |= {"policy": policy, "compile": options, "rules": rules}
+        same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content, **own)
         compare_at_end(own_seed(seed), seeds.extend)
-        sharding, tree = _planned(model, accelerator, None, None, settings, {})
+        sharding, tree = _planned(model, accelerator, policy, options, settings, rules)
     shard_checked(model, sharding, tree)
     with rolled_back(model) as after, agreed(f"initialising the model ({after})"):
         # tied parameters are named once, and buffers that are in no state dict are always made

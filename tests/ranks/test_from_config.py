@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_fsdp_tools import CheckpointError, ConfigError, describe_sharding, from_config, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, ParallelDims, describe_sharding, from_config, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.extensions.tensor_parallel import ALL_PARALLEL_STYLES
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -21,7 +22,7 @@ SIZES = {
 
 
 def alone(seed: int, **sizes: object) -> torch.nn.Module:
-    model = build_meta_model(LlamaConfig(**SIZES, **sizes))
+    model = build_meta_model(LlamaConfig(**SIZES | sizes))
     allocate(model, device=torch.device("cpu"))
     initialize_missing(model, missing_keys={name for name, _ in model.named_parameters()}, seed=seed)
     return model
@@ -55,5 +56,19 @@ def masters_and_what_is_refused(folder: Path) -> None:
         from_config(LlamaConfig(**SIZES), seed=rank)
 
 
+def settings_of_from_pretrained(folder: Path) -> None:
+    of_units = {"policy": "LlamaMLP", "mp_policy": "bf16", "activation_checkpointing": True}
+    model = from_config(LlamaConfig(**SIZES), seed=5, mesh=ParallelDims(dp_replicate_size=2), **of_units)
+    shown = describe_sharding(model)
+    assert "LlamaMLP" in shown and "computation  bfloat16" in shown and "kept" not in shown
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert_same_model(model, alone(5))
+    even = {"vocab_size": 102, "intermediate_size": 38, "num_key_value_heads": 2}
+    if ALL_PARALLEL_STYLES is not None:
+        model = from_config(LlamaConfig(**SIZES | even), seed=5, distributed_config={"tp_size": 2})
+        assert model.lm_head.weight.device_mesh.size() == 2
+        assert_same_model(model, alone(5, **even))
+
+
 def test_a_new_model_is_the_same_on_any_number_of_ranks(tmp_path):
-    run_ranks(run_cases, 2, (values, masters_and_what_is_refused), tmp_path)
+    run_ranks(run_cases, 2, (values, masters_and_what_is_refused, settings_of_from_pretrained), tmp_path)
