@@ -97,8 +97,8 @@ def _gpus(options: argparse.Namespace) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> None:
-    if (options.price is not None) != (options.tokens is not None):
-        raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
+    if options.price is not None and options.tokens is None:
+        raise ConfigError("--price is for the cost of --tokens: say how many tokens are trained on")
     setup = described(options, explicit_fields(options), options.recipe)
     kwargs = prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
@@ -130,9 +130,11 @@ def _estimate(options: argparse.Namespace) -> None:
         time = estimates[setup.wrapping].time
         print(f"\n{within(time, 100)}")
         if options.tokens:
-            cost, hours = time.cost(options.tokens, options.price), time.hours(options.tokens)
-            per_hour = f"{options.price:g} per GPU hour"
-            print(f"  {options.tokens:,.0f} tokens take {hours:,.1f} hours and cost {cost:,.0f} at {per_hour}")
+            hours = time.hours(options.tokens)
+            cost = ""
+            if options.price:
+                cost = f" and cost {time.cost(options.tokens, options.price):,.0f} at {options.price:g} per GPU hour"
+            print(f"  {options.tokens:,.0f} tokens take {hours:,.1f} hours{cost}")
 
 
 def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
@@ -183,8 +185,9 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
         if options.explain:
             value[wrapping]["largest"] = each.memory.largest()
         if options.tokens:
-            cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
-            value[wrapping] |= {"tokens": options.tokens, **cost}
+            value[wrapping] |= {"tokens": options.tokens, "hours": each.time.hours(options.tokens)}
+            if options.price:
+                value[wrapping]["cost"] = each.time.cost(options.tokens, options.price)
     value = value if options.compare else next(iter(value.values()))
     digest = hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
     return {"version": version("hf-fsdp-tools"), "model": options.model, "digest": digest, **value}
@@ -217,5 +220,7 @@ def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> li
     row("tokens/s per GPU", lambda each: f"{each.time.tokens_per_second_per_gpu:,.0f}", only_fitting=True)
     row("MFU", lambda each: f"{100 * each.time.mfu:.1f} %", only_fitting=True)
     if options.tokens:
+        row("hours", lambda each: f"{each.time.hours(options.tokens):,.1f}", only_fitting=True)
+    if options.price:
         row("cost", lambda each: f"{each.time.cost(options.tokens, options.price):,.0f}", only_fitting=True)
     return table(rows, right=range(1, len(rows[0])))

@@ -434,7 +434,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
     others = [each for each in search.fitting if _changes(each[0], best).keys() - {"batch_size"}]
     if not others:
-        return "only other micro-batches fit" if len(search.fitting) > 1 else "nothing else fits"
+        return "nothing but other micro-batches" if len(search.fitting) > 1 else "nothing else fits"
     one, price = max(others, key=lambda each: rate(*each))
     gain = rate(one, price) / rate(best, cost) - 1
     speed = "as fast" if abs(gain) <= 0.0005 else f"{_percent(abs(gain))} {'faster' if gain > 0 else 'slower'}"
@@ -449,7 +449,7 @@ def _breaks(search: Search, best: TrainingSetup) -> str:
         price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
             parts.append(f"{setting_words(changes)} ({show_bytes(price.peak_bytes)})")
-    return " or ".join(parts) or "no rows twice as long, nor twice the batch size"
+    return " or ".join(parts) or "nothing up to twice the length or twice the micro-batch"
 
 
 def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -212,6 +213,9 @@ class FSDPTrainerMixin(PushingMixin):
             dynamo_plugin=make_dynamo_plugin(args.torch_compile_backend, args.torch_compile_mode),
             group=group_options(args),
         )
+        if AcceleratorState().fsdp_plugin.activation_checkpointing:
+            # TRL's arguments ask for it by default, too; the Trainer refuses both.
+            args.activation_checkpointing = args.gradient_checkpointing = False
         use_one_device(args)
         with _hidden_settings(args, precision):
             super().create_accelerator_and_postprocess()

@@ -317,8 +317,8 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
         base, adapter = index.split_adapter(adapter_prefixes)
         if used_config is None and adapter is None:
             raise CheckpointError(
-                f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config=, the name or folder of the "
-                "model that was saved, or copy its config.json there."
+                f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config= (--config), the name or "
+                "folder of the model that was saved, or copy its config.json there."
             )
         state = None
         if adapter is not None:
@@ -326,11 +326,14 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
         settings = Source(home.name if home else source.name, hub)
         if settings.path is None:  # they were fetched with the config if they exist
             hub["local_files_only"] = True
+        generation = load_generation_config(settings.folder()[0])
+        if generation is None and config is not None and (own_folder := local_path(config.name_or_path)) is not None:
+            generation = load_generation_config(own_folder)  # beside the config that was given
         return Checkpoint(
             name=source.name,
             config=used_config,
             index=cast(CheckpointIndex, base),
-            generation_config=load_generation_config(settings.folder()[0]),
+            generation_config=generation,
             adapter=None,
             adapter_state=state,
             hub_kwargs=source.hub,

@@ -415,15 +415,10 @@ def _checkpointed_trainer(fsdp: bool, own: bool, folder: Path, out: Path) -> tup
     return ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS)), calls
 
 
-def _checkpointed_by_the_trainer(fsdp: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    trainer, calls = _checkpointed_trainer(fsdp, not fsdp, folder, out)
+def _checkpointed_by_the_trainer(fsdp: bool, own: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    trainer, calls = _checkpointed_trainer(fsdp, own, folder, out)
     trainer.train()
     return len(calls), full_parameters(trainer.model)
-
-
-def _both_switches(folder: Path, out: Path) -> None:
-    with pytest.raises(ValueError, match=r"activation.checkpointing.*can't .*[Uu]se FSDP's activation.checkpointing"):
-        _checkpointed_trainer(True, True, folder, out)
 
 
 def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
@@ -457,17 +452,17 @@ def _compiled_as_a_whole(folder: Path, out: Path) -> None:
 @pytest.mark.shows("activation checkpointing", "generate", "losses of one process", "save_pretrained", "compile")
 def test_activations_are_recomputed_once_by_one_switch_and_blocks_are_compiled_in_place(folders, tmp_path):
     cases = {
-        "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True),
-        "Trainer, its own": partial(_checkpointed_by_the_trainer, False),
-        "Trainer, both": _both_switches,
+        "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True, False),
+        "Trainer, its own": partial(_checkpointed_by_the_trainer, False, True),
+        "Trainer, both": partial(_checkpointed_by_the_trainer, True, True),
         "eager": partial(_losses_in_a_loop, False),
         "compiled": partial(_losses_in_a_loop, True),
         "as a whole": _compiled_as_a_whole,
     }
     for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
-        for name in ("Trainer, FSDP's", "Trainer, its own"):
+        for name in ("Trainer, FSDP's", "Trainer, its own", "Trainer, both"):
             assert found[name][0] == 2, f"{name}: forward, and once more in backward"
-        assert apart(found["Trainer, FSDP's"][1], found["Trainer, its own"][1]) == 0
+            assert apart(found["Trainer, FSDP's"][1], found[name][1]) == 0
         close(torch.tensor(found["compiled"]), torch.tensor(found["eager"]))
 
 

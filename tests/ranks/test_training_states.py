@@ -218,7 +218,7 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("parts", given, r"parts of 2 ranks.*LOCAL_STATE_DICT.*FULL_STATE_DICT"),
         ("rank files", given, r"parts of 2 ranks.*use_dcp=False"),
-        ("names/ddp, compiled", {}, r"No config\.json in .* two folders above\. Pass config="),
+        ("names/ddp, compiled", {}, r"No config\.json in .* two folders above\. Pass config= "),
         ("names/torchtitan", given, r"torchtitan's own names.*convert_to_hf\.py.*last_save_in_hf"),
         ("names/another", given, r"holds 1 tensors, as 'model\.encoder\.kernel.*Use the config of the model"),
         ("names/two alike", given, r"2 parts that fit the model equally well: 'ema', 'policy'"),

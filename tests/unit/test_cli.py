@@ -179,7 +179,7 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
         ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("finetune --num_machines 2 --num_processes 4", "--num_machines 2: give --main_process_ip, the address of m"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
+        ("estimate {llama} --price 2", "--price is for the cost of --tokens"),
         ("estimate {llama} --wrapping none --offload-params", "need FSDP; leave them or wrapping='none' out"),
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 64 positions"),

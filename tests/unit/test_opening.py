@@ -16,6 +16,7 @@ from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling import configs
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
+from hf_fsdp_tools.steps import open_checkpoint
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 from tests.census.defaults import build_config
@@ -65,6 +66,18 @@ def test_settings_by_which_models_generate_are_kept(tmp_path: Path, folders) -> 
             (prefix,) = re.findall(r'prefix = "(\w+)"', saving[0])
             found[file.parent.name] = (name[1], prefix)
     assert found == configs._INNER
+
+
+def test_settings_lie_beside_the_config_that_is_given(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of weights that have neither, such as the state of a loop."""
+    home, weights = tmp_path / "home", tmp_path / "weights"
+    shutil.copytree(folders["llama"], home)
+    weights.mkdir()
+    for file in home.glob("*.safetensors*"):
+        file.rename(weights / file.name)
+    transformers.GenerationConfig(max_length=37, use_cache=True).save_pretrained(home)
+    found = open_checkpoint(weights, config=home).generation_config
+    assert found is not None and found.max_length == 37 and found.use_cache
 
 
 def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
