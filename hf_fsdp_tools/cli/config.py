@@ -132,7 +132,11 @@ def _config(options: argparse.Namespace) -> None:
     if translation is not None:  # long values are shortened
         short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
         rows = [*_aligned([*short]), ""]
-    report = [*rows, *answer.lines, *[""] * (answer.best is not None), *written, f"launch  {launch}"]
+    report = [*rows, *answer.lines, *[""] * (answer.best is not None), *written]
+    if answer.best is not None:  # what stands behind the recipe's name is TRL's, and a script of TRL takes it too
+        own = shlex.join(["--config_file", str(options.output or "FILE"), "your_script.py", *answer.script])
+        report.append(f"or      accelerate launch {own}")
+    report.append(f"launch  {launch}")
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
