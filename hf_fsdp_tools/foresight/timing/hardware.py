@@ -76,6 +76,8 @@ def gpu_named(name: str | Gpu) -> Gpu:
     """The GPU of a name: as in `GPUS`, or in any usual spelling ("H100", "NVIDIA A100-SXM4-80GB", "rtx4090")."""
     if isinstance(name, Gpu):
         return name
+    if name in GPUS:  # a search asks thousands of times
+        return GPUS[name]
     words = _words(name)
     matches = [gpu for known, gpu in GPUS.items() if words and words <= _words(known)]
     if matches:
