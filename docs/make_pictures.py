@@ -67,7 +67,7 @@ def pictures_of_a_run() -> Iterator[tuple[str, Any]]:
 
 def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
     """Yield the name and the picture of the memory of Llama-3.1-8B on 8 H100."""
-    title = "Llama-3.1-8B on 8 × H100-80GB, 1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
+    title = "Estimated: Llama-3.1-8B on 8 × H100-80GB, 1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
     forecasts = {name: forecast(wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
     lines = {
         name: memory_timeline(each.step.events, each.step.resident, durations(each.setup).seconds)
