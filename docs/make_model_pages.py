@@ -1,0 +1,250 @@
+"""Write what `docs/models/` lacks, or some pages anew: python docs/make_model_pages.py [TYPE ...]
+
+A page for each model type of transformers whose code is of 2025 or later (its header says so), that writes text, and
+whose default configuration has 1 billion parameters or more; and for those that `docs/models.py` has configurations of.
+Units come from the planner, memory from the estimates, both for the default configuration; what works is what the
+censuses (`benchmarks/results/census_*.md`) found with small models of the same code on CPU ranks.
+"""
+
+import argparse
+import contextlib
+import inspect
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from models import CONFIGS
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_fsdp_tools import TrainingSetup, estimate_memory
+from hf_fsdp_tools.cli.options import progress
+from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.modeling.configs import max_positions
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
+from hf_fsdp_tools.text import show_bytes, show_count
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "models"
+LEAST = 1e9
+"""Parameters of a default configuration that is worth a page."""
+FIRST_YEAR = 2025
+
+CENSUSES = {
+    "FSDP": "train",
+    "tensor parallel": "tp2",
+    "expert parallel": "ep2",
+    "context parallel": "cp2",
+    "LoRA on FP8 as stored": "packed",
+    "live weights": "stream",
+}
+"""What was tried with 2 ranks, and the table that says with which types it did not agree."""
+
+LENGTH = 4096
+"""Tokens of a row, or as many as the configuration has positions for."""
+
+GPUS = {"1 × 80 GB": 1, "8 × 80 GB": 8}
+TRAININGS: dict[str, dict[str, Any]] = {"LoRA, rank 16": {"lora_r": 16}, "all weights": {}}
+
+
+MOST_SECONDS = 30.0
+"""CPU seconds for one estimate; irregular stacks of many kinds of blocks take more, and get none here."""
+
+
+def give_up(*_: object) -> None:
+    raise TimeoutError(f"it takes more than {MOST_SECONDS:.0f} CPU seconds")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a page says of one type."""
+
+    model_type: str
+    model_class: str
+    num_params: int
+    units: list[str]
+    works: dict[str, str]
+    memory: dict[str, list[str]]
+
+
+@cache
+def not_agreeing(name: str) -> dict[str, str]:
+    """The types of a census that do not agree or take no part, and why."""
+    text = (ROOT / "benchmarks" / "results" / f"census_{name}.md").read_text(encoding="utf-8")
+    found = {}
+    for line in text.partition("## ")[2].splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
+        if len(cells) == 2 or (len(cells) == 4 and cells[2] == "not built"):
+            found[cells[0]] = "not tried: no small model of it could be made"
+        elif len(cells) == 4:
+            verdict = cells[2] if cells[2] in ("refused", "failed") else "differs"
+            reason = re.sub(r"^hf_fsdp_tools\.errors\.\w+: ", "", cells[3])
+            found[cells[0]] = f"{verdict}: {shortened(re.split(r'(?<=[a-z)])[.;] ', reason)[0])}"
+    return found
+
+
+def shortened(reason: str) -> str:
+    """A reason of at most 140 characters, that ends with a word."""
+    return reason if len(reason) <= 140 else f"{reason[:140].rpartition(' ')[0]} …"
+
+
+def verdict(column: str, model_type: str, *, is_mixture: bool) -> str:
+    """A cell of the table: yes, or why not."""
+    if column == "expert parallel" and not is_mixture:
+        return "it has no experts"
+    return not_agreeing(CENSUSES[column]).get(model_type, "yes")
+
+
+def year_of(model_class: type) -> int:
+    """The latest year in the header of the code."""
+    head = inspect.getsource(inspect.getmodule(model_class))[:2000]
+    return max((int(year) for year in re.findall(r"Copyright (20\d\d)", head)), default=0)
+
+
+def types() -> Iterator[str]:
+    """The types that may have a page."""
+    names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    yield from sorted(names)
+
+
+def family(model_type: str) -> Family | None:
+    """What there is to say about a type; None where it has no page."""
+    known = {config.model_type for config in CONFIGS.values()}
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        model = build_meta_model(config)
+    except Exception as error:  # what cannot be built from its defaults has no sizes to tell
+        print(f"{model_type}: no page ({type(error).__name__})", file=sys.stderr)
+        return None
+    if sum(p.numel() for p in model.parameters()) < LEAST or (
+        year_of(type(model)) < FIRST_YEAR and model_type not in known
+    ):
+        return None
+    plan = make_wrap_plan(model)
+    rows: dict[tuple[int, str], list[str]] = {}
+    for unit in plan.units:
+        pattern = re.sub(r"\.\d+", ".*", "root" if unit.modules == ("",) else " + ".join(unit.modules))
+        rows.setdefault((unit.num_params, pattern), []).append(unit.modules[0])
+    units = [f"| {len(names)} | `{pattern}` | {show_count(size)} |" for (size, pattern), names in rows.items() if size]
+    is_mixture = any("experts" in name for name, _ in model.named_modules())
+    works = {column: verdict(column, model_type, is_mixture=is_mixture) for column in CENSUSES}
+    memory = {
+        title: [memory_of(config, count, fields) for count in GPUS.values()] for title, fields in TRAININGS.items()
+    }
+    return Family(model_type, type(model).__name__, plan.num_params, units, works, memory)
+
+
+def memory_of(config: PreTrainedConfig, count: int, fields: dict[str, object]) -> str:
+    """The memory per GPU of one training, and whether it fits."""
+    length = min(LENGTH, max_positions(config) or LENGTH)
+    setup = TrainingSetup(num_processes=count, max_length=length, activation_checkpointing=True, images=0, **fields)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    try:
+        estimate = estimate_memory(config, setup)
+    except (FSDPToolsError, ImportError, TimeoutError) as error:
+        return f"not estimated: {str(error).splitlines()[0][:100]}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return f"{show_bytes(estimate.total)}{'' if estimate.spare_bytes >= 0 else ', does not fit'}"
+
+
+def page(found: Family) -> str:
+    """The page of one type."""
+    lines = [
+        f"# {found.model_class}",
+        "",
+        f"Type `{found.model_type}` of transformers {transformers.__version__}. Units and memory are those of its",
+        f"default configuration, which has {show_count(found.num_params)} parameters.",
+        "",
+        "## Units",
+        "",
+        "| count | modules | parameters each |",
+        "| --- | --- | --- |",
+        *found.units,
+        "",
+        "## What works",
+        "",
+        "A small model of this code agreed with one process on 2 CPU ranks; what is refused says why.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {column} | {said} |" for column, said in found.works.items()),
+        "",
+        "## Memory for each GPU",
+        "",
+        f"Estimated: one row of {LENGTH:,} tokens (fewer where it has fewer positions), AdamW, activation checkpointing.",
+        "",
+        f"| | {' | '.join(GPUS)} |",
+        f"| --- |{' --- |' * len(GPUS)}",
+        *(f"| {title} | {' | '.join(cells)} |" for title, cells in found.memory.items()),
+        "",
+        "## Commands",
+        "",
+        "```bash",
+        "hf-fsdp config NAME --gpu h100-80gb --num-processes 8 --recipe finetune --output mine.yaml",
+        "hf-fsdp finetune --config_file mine.yaml --config mine.run.yaml --dataset_name trl-lib/Capybara",
+        "```",
+        "",
+        "NAME is the model on the hub, or its folder.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_MARKS = {"refused": "refused", "failed": "differs", "differs": "differs", "not tried": "–", "it has no experts": "–"}
+
+
+def index(pages: list[Path]) -> str:
+    """The table of all pages."""
+    columns = list(CENSUSES)
+    rows = []
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        cells = dict(re.findall(r"^\| ([\w -]+) \| (.*) \|$", text.partition("## What works")[2], re.MULTILINE))
+        marks = ["✓" if cells[each] == "yes" else _MARKS[cells[each].partition(":")[0]] for each in columns]
+        size = re.search(r"which has (.*) parameters\.", text)
+        assert size is not None, path
+        rows.append(f"| [{path.stem}]({path.name}) | {size[1]} | {' | '.join(marks)} |")
+    about = (
+        f"Model types of transformers {transformers.__version__}, with the sizes of their default configurations.\n"
+        "✓: a small model of the code agreed with one process on 2 CPU ranks. –: it has no such part, or was not tried."
+    )
+    head = [f"| type | parameters | {' | '.join(columns)} |", f"| --- | --- |{' --- |' * len(columns)}"]
+    toctree = ["```{toctree}", ":hidden:", ":glob:", "*", "```"]
+    return "\n".join(["# Models", "", about, "", *head, *rows, "", *toctree, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE")
+    given = parser.parse_args()
+    signal.signal(signal.SIGPROF, give_up)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    FOLDER.mkdir(exist_ok=True)
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    with progress() as say:
+        for model_type in given.types or types():
+            say(model_type)
+            path = FOLDER / f"{model_type}.md"
+            if (given.types or not path.exists()) and os.fork() == 0:  # an estimate that is given up leaves its traces
+                if (found := family(model_type)) is not None:
+                    path.write_text(page(found), encoding="utf-8")
+                os._exit(0)
+            with contextlib.suppress(ChildProcessError):  # nothing was started
+                os.wait()
+    (FOLDER / "index.md").write_text(index(sorted(set(FOLDER.glob("*.md")) - {FOLDER / "index.md"})), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
