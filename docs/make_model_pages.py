@@ -182,7 +182,7 @@ def page(found: Family) -> str:
         "",
         "## Memory for each GPU",
         "",
-        f"Estimated: one row of {LENGTH:,} tokens (fewer where it has fewer positions), AdamW, activation checkpointing.",
+        f"Estimated: a row of {LENGTH:,} tokens (or as many as it has positions), AdamW, activation checkpointing.",
         "",
         f"| | {' | '.join(GPUS)} |",
         f"| --- |{' --- |' * len(GPUS)}",
