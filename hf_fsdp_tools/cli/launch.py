@@ -100,7 +100,11 @@ def _help_of(recipe: Path) -> str:
     """The docstring of a recipe and the options that it and this package define, from their source: importing TRL,
     which has all others, takes seconds."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, _ARGUMENTS)]
-    lines = [f"{ast.get_docstring(trees[0])}", "", "options of this recipe, beside those of TRL and transformers:"]
+    lines = [
+        f"{ast.get_docstring(trees[0])}",
+        "",
+        "options of this recipe, which has those of TRL and transformers too:",
+    ]
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(each) == "dataclass" for each in node.decorator_list):

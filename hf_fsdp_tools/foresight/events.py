@@ -61,7 +61,7 @@ class Work:
     operation: Operation
     flops: float  # Floating-point operations; a multiplication and an addition count two. 0 for copies and collectives
     num_bytes: float
-    """Bytes that it reads and writes; of a collective, of the whole tensor, gathered or before it is reduced."""
+    """Bytes that it reads and writes; a collective counts the whole tensor, gathered or before it is reduced."""
     unit: str
     phase: Phase
     stream: Stream = "compute"

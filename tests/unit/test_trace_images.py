@@ -47,7 +47,7 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     try:
         images = images_of(model, setup)
     except NoImagesError as error:
-        if "requires the Torchvision library" in str(error):  # which 5.17 asks for, and no extra installs
+        if "requires the Torchvision library" in str(error):  # which 5.17 asks for, and the extra for tests lacks
             pytest.skip("the image processor of this version of transformers needs torchvision")
         raise
     assert images.tokens == tokens

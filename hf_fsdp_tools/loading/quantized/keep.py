@@ -57,7 +57,7 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
             what a conversion computes, blocks that conversions cut through.
     """
     if Version(transformers.__version__) < Version("5.17"):
-        raise ConfigError("dequantize=False needs transformers 5.17 or newer, whose conversions name what lies beside.")
+        raise ConfigError("dequantize=False needs transformers 5.17 or newer: older ones fail to save such a base.")
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
