@@ -319,7 +319,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     if any(model is known for known in accelerator._models):
         return
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    sharded = sharding_of(model) is not None
     with agreed(f"preparing {type(model).__name__}"):
         refuse_sharded_elsewhere(model)
     if len(ranks := set(all_ranks(sharded, "preparing the model"))) > 1:
@@ -337,8 +337,8 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
     root: Any = sharded_module(model)
+    make_root(root or model)  # before a script calls get_input_embeddings()(ids)
     if isinstance(root, FSDPModule):
-        make_root(root)  # type: ignore[arg-type]  # a module; before a script calls get_input_embeddings()(ids)
         if getattr(accelerator.ddp_handler, "find_unused_parameters", False):  # heads that each rank chooses
             if hasattr(root, "set_reduce_scatter_unused_params"):
                 root.set_reduce_scatter_unused_params(True)

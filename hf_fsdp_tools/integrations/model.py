@@ -191,7 +191,7 @@ def check_managed(model: nn.Module) -> None:
             "fewer layers, from_pretrained(..., num_hidden_layers=N); or take them out of the plain model and let "
             "prepare() shard it."
         )
-    if (made := count_units(model)) != (planned := len(sharding.plan.units)):
+    if (made := count_units(model)) != (planned := 0 if sharding.is_whole else len(sharding.plan.units)):
         raise ConfigError(
             f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside "
             "the plan. Give shard_model or prepare a model of which nothing is sharded."
@@ -201,7 +201,7 @@ def check_managed(model: nn.Module) -> None:
         for name, p in model.named_parameters()
         if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)
     ]
-    if alone:
+    if alone and not sharding.is_whole:
         raise ConfigError(
             f"{len(alone)} trainable parameter(s) are not sharded and their gradients would not be averaged: "
             f"{listed(alone)}. They were added after prepare(). Add adapters or heads before it."

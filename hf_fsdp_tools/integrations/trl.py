@@ -50,7 +50,7 @@ def shard_frozen(trainer: Any) -> None:
             )
         if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
             model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
-            if not count_units(model):
+            if sharding_of(model) is None:
                 shard_in_place(model, accelerator, [])
 
 

@@ -15,6 +15,8 @@ class Note:
     """The `Sharding` of a model that `shard_model` sharded."""
     hooks: tuple[Any, ...] = ()
     """What features have installed on such a model: hooks, and what they changed beside these."""
+    casts: tuple[Any, ...] = ()
+    """The `CastWeights` of a module of such a model, where no unit gathers its weights."""
     is_prepared: bool = False
     """Whether an Accelerator of FSDP2 has prepared the model."""
     cache_is_off: bool = False
@@ -46,7 +48,7 @@ class Note:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
         # Process groups cannot be copied, and a copy of a sharded model has no hooks.
-        return replace(self, hooks=(), rows=None)
+        return replace(self, hooks=(), casts=(), rows=None)
 
 
 _EMPTY = Note()

@@ -26,7 +26,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import apply_again, features
+from hf_fsdp_tools.sharding.shard import apply_again, apply_sharding, features
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
@@ -111,6 +111,42 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         return {}
     for feature in features():
         feature.added(model)
+    if sharding.is_whole:
+        replaced = _take_up(model, base, sharding)
+    else:
+        replaced = _shard(model, base, sharding)
+    for module in model.modules():
+        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+            # Adaption prompts have it: they would call the base beside FSDP's hooks.
+            module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
+    answer_for_shards(model)  # PEFT's, like transformers'
+    if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
+        let_answer(model, "add_adapter", _add_adapter)
+    return replaced
+
+
+def _take_up(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:
+    """Let a whole base compute with what was added to it, as `_shard` does; no parameter is replaced."""
+    plan = laid_over(sharding.plan, base)
+    check_parameters(base, plan.replicated)
+    own = set(bare_model(base).model.parameters())
+    for parameter in _in_fp32(base, sharding, (p for p in base.parameters() if p not in own)):
+        parameter.data = parameter.data.float()
+    _bring_to_device(model, base, sharding.device)
+    if plan != sharding.plan:
+        apply_sharding(base, replace(sharding, plan=plan))
+    return {}
+
+
+def _in_fp32(base: nn.Module, sharding: Sharding, added: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable ones of added parameters, if they are to be in fp32."""
+    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
+    is_low = sharding.mp_policy.param_dtype not in (None, torch.float32) or bool(packed_parameters(base))
+    return trained if is_low or len({parameter.dtype for parameter in trained}) > 1 else []
+
+
+def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:
+    """Shard what was added to a base in units, and average the gradients of what PEFT keeps outside it."""
     if packed_parameters(base):
         _undo_casts(base)
     managed = set(managed_parameters(base))
@@ -127,13 +163,6 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     average_gradients(outside, sharding.mesh.get_all_groups())
     if outside:
         make_root(base)
-    for module in model.modules():
-        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
-            # Adaption prompts have it: they would call the base beside FSDP's hooks.
-            module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
-    answer_for_shards(model)  # PEFT's, like transformers'
-    if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
-        let_answer(model, "add_adapter", _add_adapter)
     return replaced
 
 
@@ -155,14 +184,11 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
                 module._buffers[name] = gather_on_device(buffer)
     kept = {base.get_parameter(name) for name in plan.replicated}
     added = set(base.parameters()) - kept - managed
-    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
-    is_low = sharding.mp_policy.param_dtype not in (None, torch.float32)
-    is_fp32 = is_low or len({parameter.dtype for parameter in trained}) > 1
 
     def fill(old: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
         return old if old in managed else _shard_of(old, made, sharding.device)
 
-    dtypes = dict.fromkeys(trained, torch.float32) if is_fp32 else {}
+    dtypes = dict.fromkeys(_in_fp32(base, sharding, added), torch.float32)
     shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
     return {old: shard for old, shard in shards.items() if old is not shard}
 

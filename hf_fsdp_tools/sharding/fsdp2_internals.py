@@ -32,7 +32,7 @@ from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class, replaced
-from hf_fsdp_tools.modeling.notes import install_style
+from hf_fsdp_tools.modeling.notes import install_style, note_of
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
@@ -139,16 +139,20 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Reshard the units below `model` that are gathered: after a forward pass, the root and the tail are."""
+    """Reshard the units below `model` that are gathered: after a forward pass, the root and the tail are. Where nothing
+    is gathered, weights take the place of their copies in the dtype of computation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        for cast in note_of(module).casts:
+            cast.restore()
 
 
 def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
-    return sum(
+    copied = sum(cast.num_bytes() for module in model.modules() for cast in note_of(module).casts)
+    return copied + sum(
         entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
         for group in _groups(model)
         for entry in group.fsdp_params
@@ -162,6 +166,8 @@ def gather_units(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 make_gathered_memory(module)
                 module.unshard()
+            for cast in note_of(module).casts:
+                cast.cast()
 
 
 @contextmanager
@@ -283,19 +289,23 @@ def _gathered_dtype(entry: Any) -> torch.dtype:
 def make_root(model: nn.Module) -> None:
     """Make a sharded, loaded model the root of its units now.
 
-    Otherwise the first unit that runs becomes the root; PEFT's prompt methods run the embedding before the model.
+    Otherwise the first unit that runs becomes the root; PEFT's prompt methods run the embedding before the model. A
+    model without units is left alone.
     """
-    assert isinstance(model, FSDPModule)
-    _state_of(model)._lazy_init()
+    if isinstance(model, FSDPModule):
+        _state_of(model)._lazy_init()
 
 
 @contextmanager
-def forward_begun(root: FSDPModule) -> Iterator[None]:
+def forward_begun(root: nn.Module) -> Iterator[None]:
     """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.
 
     Without a call, the pass ends with the block. Inputs of the root go to its device, where FSDP2 gathers; it moves
-    them only where it begins a pass itself.
+    them only where it begins a pass itself. Nothing is done with a model without units.
     """
+    if not isinstance(root, FSDPModule):
+        yield
+        return
     state = _state_of(root)
     with torch.inference_mode(False):
         make_gathered_memory(root)
@@ -304,7 +314,6 @@ def forward_begun(root: FSDPModule) -> Iterator[None]:
         moved = _to_kwargs(args, kwargs, state._device, False)  # torch's own, which FSDP2 calls
         return moved[0][0], moved[1][0]
 
-    assert isinstance(root, nn.Module)
     handle = root.register_forward_pre_hook(to_device, prepend=True, with_kwargs=True)
     state._pre_forward(root, (None,), {})
     try:

@@ -32,8 +32,10 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
 from hf_fsdp_tools.text import listed
 
 
-def mark_for_transformers(model: nn.Module) -> None:
+def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     """Give a model with all its units the class names, marks and methods that other libraries look at.
+
+    A model that is whole has no units and keeps its classes; it gets the methods alone.
 
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend, by which the Trainer
       decides whether to shift labels under label smoothing.
@@ -42,7 +44,7 @@ def mark_for_transformers(model: nn.Module) -> None:
       pass: what no other unit holds is gathered for them.
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
-    for module in model.modules():
+    for module in () if is_whole else model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers reads it
         if isinstance(module, FSDPModule):
             cls, own = type(module), own_class(module)
@@ -50,8 +52,8 @@ def mark_for_transformers(model: nn.Module) -> None:
     if isinstance(model, FSDPModule):
         is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
-        if hasattr(model, "generate") and "generate" not in model.__dict__:
-            let_answer(model, "generate", _generate)
+    if hasattr(model, "generate") and "generate" not in model.__dict__:
+        let_answer(model, "generate", _generate)
     answer_for_shards(model)
 
 
@@ -277,7 +279,6 @@ def _kept(root: nn.Module) -> Iterator[None]:
 
 def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer `model.generate(…)` on shards; every rank must call, but within `unsharded`."""
-    assert isinstance(model, FSDPModule)
     asked = note_of(model).gathered
     if asked is None:
         with unsharded(model, _fits(model)):

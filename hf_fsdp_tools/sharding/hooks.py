@@ -50,10 +50,9 @@ class Units(Feature):
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Each hook says below which gap it closes."""
-        policy = sharding.mp_policy
-        param_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, policy.param_dtype)}
-        in_fp32 |= {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
+        if sharding.is_whole:
+            return
+        in_fp32 = kept_as_stored(model, sharding.mp_policy.param_dtype)
         gather_as_stored(model, in_fp32)
         units = {module for module in model.modules() if isinstance(module, FSDPModule)}
         for module in units:
@@ -65,14 +64,8 @@ class Units(Feature):
             yield Hook(module, Phase.MEMORY, _prepare_unit)
             if len(unit_modules(module)) > 1:
                 yield Hook(module, Phase.KEEP, gather_for_backward)
-        if param_dtype is not None:
-            replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-            options: Any = {"replicated": replicated, "in_fp32": in_fp32, "device_type": sharding.mesh.device_type}
-            yield from hooks_of_casts(model, param_dtype, units=units, **options)
-            if policy.output_dtype is None:
-                yield Hook(model, Phase.OUTPUT, _return_fp32)
-        else:
-            yield from _cast_around_copies(model)
+        replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+        yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         yield from hooks_of_experts(tree)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
@@ -82,6 +75,23 @@ class Units(Feature):
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
         yield Hook(model, Phase.OUTPUT, partial(_reshard_after_evaluation, kept=kept))
+
+
+def kept_as_stored(model: nn.Module, dtype: torch.dtype | None) -> set[torch.Tensor]:
+    """The weights with which a model computes in their own dtype, whatever the rest computes in."""
+    in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, dtype)}
+    return in_fp32 | {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
+
+
+def hooks_of_precision(model: nn.Module, sharding: Sharding, **sets: Any) -> Iterator[Hook]:
+    """Yield the hooks that a model's `mp_policy` asks for, with the sets of `hooks_of_casts`."""
+    policy = sharding.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        yield from _cast_around_copies(model)
+        return
+    yield from hooks_of_casts(model, policy.param_dtype, **sets, device_type=sharding.mesh.device_type)
+    if policy.output_dtype is None:
+        yield Hook(model, Phase.OUTPUT, _return_fp32)
 
 
 def hooks_of_casts(
@@ -127,7 +137,7 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Hook]:
             stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
                 yield Hook(copy, Phase.CAST, partial(cast_inputs, dtype=own))
-                yield Hook(copy, Phase.OUTPUT, partial(_cast_output, dtype=stored))
+                yield Hook(copy, Phase.OUTPUT, partial(cast_output, dtype=stored))
 
 
 def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
@@ -224,7 +234,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
+def cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
     return _cast(output, dtype)
 
 

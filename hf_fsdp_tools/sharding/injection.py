@@ -111,7 +111,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
     refuse_for_shards(config, root)
     if config.is_prompt_learning:
         # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
-        around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
+        around: AbstractContextManager[None] = forward_begun(root)
     else:
         around = _one_axis(root)
     # DoRA: whole adapters and shards together, and norms over the dimension that is split, which PEFT cannot load into.
@@ -193,8 +193,8 @@ def errors_of_peft(config: Any) -> Iterator[None]:
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
     shards = managed_parameters(model)
-    mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
-    if mesh.mesh_dim_names is None:
+    mesh = note_of(model).sharding.mesh
+    if mesh.mesh_dim_names is None or not shards:
         yield
         return
     axis = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)

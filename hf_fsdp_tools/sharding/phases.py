@@ -81,6 +81,11 @@ def remove_hooks(model: nn.Module) -> None:
     for each in note_of(model).hooks:
         if not isinstance(each, Hook):
             each.remove()
+    for module in model.modules():
+        for cast in (casts := note_of(module).casts):
+            cast.restore()
+        if casts:
+            add_to_note(module, casts=())
     _unregister(model)
     add_to_note(model, hooks=())
 

@@ -52,6 +52,7 @@ from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkp
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharded_modules, sharding_of
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
+from hf_fsdp_tools.sharding.whole import Whole
 from hf_fsdp_tools.text import dtype_name, listed
 
 
@@ -60,7 +61,7 @@ def features() -> list[Feature]:
     """What is done to a model beside gathering and reducing its units: the `FEATURE` of each module of `extensions/`,
     then the core's own. Each call gives the same list."""
     added = [own for module in extensions() if (own := getattr(module, "FEATURE", None)) is not None]
-    return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), SkippedUnits(), Buffers()]
+    return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), Whole(), SkippedUnits(), Buffers()]
 
 
 def parallelize_model(
@@ -189,7 +190,7 @@ def checked_sharding(
     mesh = axes.shards
     for name in plan.blocks:
         add_to_note(model.get_submodule(name), is_block=True)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if sharding_of(model) is not None or any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
     if rank_and_size()[0] == 0:
@@ -279,6 +280,25 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
 def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None = None) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
     tree = tree or ModuleTree(model)
+    if sharding.is_whole:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(sharding.mesh.device_type)
+        model.__deepcopy__ = partial(copy_sharded, model)
+    else:
+        _apply_fsdp2(model, sharding)
+    for module in model.modules():
+        if note_of(module).packed:
+            add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
+    mark_for_transformers(model, is_whole=sharding.is_whole)
+    add_to_note(model, sharding=sharding)
+    remove_hooks(model)
+    install(model, (made for feature in features() for made in feature.hooks(model, tree, sharding)))
+    guard_injection()
+
+
+def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
+    """Call `fully_shard` for each unit of the plan."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
@@ -311,14 +331,6 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
-    for module in model.modules():
-        if note_of(module).packed:
-            add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
-    mark_for_transformers(model)
-    add_to_note(model, sharding=sharding)
-    remove_hooks(model)
-    install(model, (made for feature in features() for made in feature.hooks(model, tree, sharding)))
-    guard_injection()
 
 
 def recompute_activations(model: nn.Module, sharding: Sharding) -> None:
@@ -368,5 +380,8 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin = copy_released(model, memo)
     for feature in features():
         feature.again(twin, sharding)
-    apply_again(twin, sharding, lambda old, made: old, dtypes={})
+    if sharding.is_whole:
+        apply_sharding(twin, sharding)
+    else:
+        apply_again(twin, sharding, lambda old, made: old, dtypes={})
     return twin

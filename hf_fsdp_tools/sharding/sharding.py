@@ -74,8 +74,21 @@ class Sharding:
     @property
     def device(self) -> torch.device:
         """The device of the shards: the mesh's, or the CPU under CPU offload."""
-        offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
-        return torch.device("cpu" if offloaded else self.mesh.device_type)
+        return torch.device("cpu" if self.is_offloaded else self.mesh.device_type)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether FSDP2 keeps the shards in memory of its own between uses."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole model on its device: then it is a plain model (`sharding.whole`).
+
+        FP8 is the exception: its scales are those of gathered weights.
+        """
+        is_alone = self.mesh.size() == 1 and not self.is_divided
+        return is_alone and not self.is_offloaded and not isinstance(self.mp_policy, Float8Policy)
 
     @property
     def is_divided(self) -> bool:

@@ -1,0 +1,166 @@
+"""A model that one rank holds whole on its device: no unit is gathered, and parameters stay plain tensors.
+
+Under mixed precision FSDP2 gathers copies of weights in the dtype of computation. Here weights are cast: those of a
+block when it runs, others when the module that has them runs. The copies are what autograd keeps, as under autocast, and
+gradients reach the weights through the cast.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.sharding.hooks import cast_output, hooks_of_experts, hooks_of_precision, kept_as_stored
+from hf_fsdp_tools.sharding.phases import Hook, Phase
+from hf_fsdp_tools.sharding.reached import first_float
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.text import grouped
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+
+
+class CastWeights:
+    """Weights whose copies in the dtype of computation stand in their place while they are used."""
+
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype) -> None:
+        self._places, self._dtype = places, dtype
+        self._own: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._is_lent = False
+
+    def _others(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Yield the weights that have another dtype, each with where it is registered."""
+        for module, name in self._places:
+            weight = module._parameters.get(name)
+            if weight is not None and weight.dtype != self._dtype:
+                yield module._parameters, name, weight
+
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        weights = {id(weight): weight.numel() for _, _, weight in self._others()}
+        return sum(weights.values()) * self._dtype.itemsize
+
+    def cast(self) -> None:
+        """Put copies in the place of weights, unless they are there; a tied weight has one."""
+        if self._own:
+            return
+        self._own = list(self._others())
+        copies = {id(weight): weight for _, _, weight in self._own}
+        copies = {key: weight.to(self._dtype) for key, weight in copies.items()}
+        for store, name, weight in self._own:
+            store[name] = copies[id(weight)]
+
+    def restore(self) -> None:
+        """Put the weights back."""
+        for store, name, weight in self._own:
+            store[name] = weight
+        self._own, self._is_lent = [], False
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """A block, a forward pass, in which the copies are there; copies of several passes stay."""
+        if self._is_lent:
+            self.restore()
+        if self._own:
+            yield
+            return
+        self.cast()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def cast_again(self, module: Any, args: object, kwargs: object) -> None:
+        """Let the copies be made again where a module's pass is computed again: transformers' blocks checkpoint their
+        `forward`, around which no hook runs then. A hook before each pass, as scripts turn checkpointing on later."""
+        run = getattr(module, "_gradient_checkpointing_func", None)
+        if run is not None and getattr(run, "cast", None) is not self:
+            module._gradient_checkpointing_func = _CastAgain(getattr(run, "run", run), self)
+
+    def lend(self, base: nn.Module, args: object, output: object) -> None:
+        """Leave the copies in place after a forward pass of the base alone, until its backward pass: chunked losses, as
+        TRL's, read the weight of a head without a call of the model."""
+        hidden = first_float(output)
+        if not torch.is_grad_enabled() or hidden is None or not hidden.requires_grad:
+            return
+        if self._is_lent:
+            self.restore()
+        if not self._own:
+            self.cast()
+            self._is_lent, lent = True, self._own
+            hidden.register_hook(lambda gradient: self.restore() if self._own is lent else None)
+
+
+@dataclass(frozen=True)
+class _CastAgain:
+    """What checkpoints a pass, with weights in the dtype of computation when it is computed again."""
+
+    run: Callable[..., Any]
+    cast: CastWeights
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.run(partial(self._inside, function), *args, **kwargs)
+
+    def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.cast.in_pass():
+            return function(*args, **kwargs)
+
+
+class Whole(Feature):
+    """Weights and inputs get the dtypes of `mp_policy` without units."""
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Casts of weights, then those of inputs and outputs, which are the same as those of gathered units."""
+        if not sharding.is_whole:
+            return
+        policy, modules = sharding.mp_policy, dict(model.named_modules(remove_duplicate=False))
+        replicated = {model.get_parameter(name) for name in sharding.plan.replicated}
+        in_fp32 = kept_as_stored(model, policy.param_dtype)
+        names = sorted(name for unit in sharding.plan.units for name in unit.modules)
+        units = dict.fromkeys(modules[name] for name in names)
+        if policy.param_dtype is not None:
+            yield from _hooks_of_weights(model, units, policy.param_dtype, stay={*replicated, *in_fp32})
+        yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
+        if policy.output_dtype is not None:
+            yield from (Hook(unit, Phase.OUTPUT, partial(cast_output, dtype=policy.output_dtype)) for unit in units)
+        yield from hooks_of_experts(tree)
+
+
+def _hooks_of_weights(
+    model: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, stay: set[torch.Tensor]
+) -> Iterator[Hook]:
+    """Yield the hooks that cast weights, and note what they cast: those of a checkpointed block together, or of a unit
+    with children, and others of each module."""
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    caster: dict[nn.Module, nn.Module] = {}
+    for block in (*blocks, *(unit for unit in units if unit is not model and any(unit.children()))):
+        block = getattr(block, "_checkpoint_wrapped_module", block)  # inside of torch's own wrapper
+        for module in block.modules():  # outer ones come before those inside them
+            caster.setdefault(module, block)
+    places = [
+        (caster.get(module, module), (module, name))
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_floating_point() and weight not in stay
+    ]
+    casts = {module: CastWeights(own, dtype) for module, own in grouped(places).items()}
+    for module, cast in casts.items():
+        add_to_note(module, casts=(cast,))
+        yield Hook(module, Phase.CONTEXT, cast.in_pass)
+        if hasattr(module, "gradient_checkpointing"):
+            yield Hook(module, Phase.CAST, cast.cast_again)
+    base, head = getattr(model, "base_model", model), getattr(model, "get_output_embeddings", lambda: None)()
+    if head in casts and base is not model:
+        # cast once for all that uses it in a pass: the embedding, if it is tied, and losses that do not call it
+        tied = {weight for weight in head._parameters.values() if weight is not None}
+        cast = CastWeights([place for _, place in places if place[0]._parameters[place[1]] in tied], dtype)
+        add_to_note(model, casts=(cast, *note_of(model).casts))
+        yield Hook(model, Phase.CONTEXT, cast.in_pass)
+        yield Hook(base, Phase.KEEP, cast.lend)
