@@ -64,7 +64,7 @@ def diagnose(
 
     Example:
         >>> print(diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False})))
-        LlamaForCausalLM: 45.9 K parameters in 5 units (FSDP2)
+        LlamaForCausalLM: 45.9 K parameters, whole on one rank
         ...
         no findings
     """
@@ -111,7 +111,7 @@ def _inspect(
         counts=_counts(live, model, values=values),
         structure=_structure(live, plan),
         buffers=_buffer_checksums(live),
-        units=unit_tree(live),
+        units=unit_tree(live, is_whole=sharding is not None and sharding.is_whole),
     )
 
 

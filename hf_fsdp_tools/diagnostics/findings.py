@@ -17,6 +17,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, major_blocks
 from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, listed, merge_alike, show_bytes, show_count
 
 _MAX_PADDING_SHARE = 0.1
@@ -78,7 +79,7 @@ def check_model(
     if live.units:
         yield from _check_units(live, plan)
         yield from _check_managed(live)
-    else:
+    elif (sharding := sharding_of(model)) is None or not sharding.is_whole:
         yield from _not_sharded(live, world_size)
     if compare_units and live.units:
         yield from _check_plan(live, plan)

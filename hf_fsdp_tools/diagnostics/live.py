@@ -118,7 +118,9 @@ class UnitTree:
     num_params: int
     """Parameters of the model, tied ones once."""
     num_units: int
-    """How many units there are; 0 for a model that is not sharded."""
+    """How many units there are; 0 for a model that is not sharded, and for one that one rank has whole."""
+    is_whole: bool
+    """Whether `shard_model` left the model whole, on one rank."""
     groups: tuple[UnitGroup, ...]
     """The outermost units."""
     outside: tuple[int, int, int]
@@ -127,7 +129,7 @@ class UnitTree:
     def __str__(self) -> str:
         head = f"{self.model_class}: {show_count(self.num_params)} parameters"
         if not self.num_units:
-            return f"{head}, not sharded"
+            return f"{head}, {'whole on one rank' if self.is_whole else 'not sharded'}"
         lines = [f"{head} in {self.num_units} units (FSDP2)", *_branches(self.groups, "")]
         count, num_params, num_bytes = self.outside
         if count:
@@ -135,7 +137,7 @@ class UnitTree:
         return "\n".join(lines)
 
 
-def unit_tree(live: LiveModel) -> UnitTree:
+def unit_tree(live: LiveModel, *, is_whole: bool) -> UnitTree:
     """The units of a model as a tree; siblings whose names differ in numbers only are one."""
     below = grouped((id(unit.parent), unit) for unit in live.units)
     outside = [w for w in live.tree.weights if live.units and live.parameters[w.names[0]].unit is None]
@@ -143,6 +145,7 @@ def unit_tree(live: LiveModel) -> UnitTree:
         model_class=class_name(live.tree.root.module),
         num_params=live.tree.num_params,
         num_units=len(live.units),
+        is_whole=is_whole,
         groups=_groups(below.get(id(None), []), below),
         outside=(len(outside), sum(weight.numel for weight in outside), sum(weight.nbytes for weight in outside)),
     )

@@ -46,13 +46,13 @@ class ParameterEMA:
         >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
         >>> ema = ParameterEMA(model, decay=0.9)
         >>> weight = model.model.norm.weight
-        >>> before = weight.full_tensor().detach().clone()
+        >>> before = weight.detach().clone()
         >>> _ = weight.detach().zero_()
         >>> ema.step()
         >>> with ema.applied():
-        ...     torch.allclose(weight.full_tensor(), 0.9 * before)
+        ...     torch.allclose(weight, 0.9 * before)
         True
-        >>> weight.full_tensor().any()
+        >>> weight.detach().any()
         tensor(False)
     """
 

@@ -59,7 +59,7 @@ from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward
-from hf_fsdp_tools.sharding.sharding import sharded_module
+from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
 
 

@@ -27,7 +27,7 @@ def describe_sharding(model: nn.Module) -> str:
         >>> print(describe_sharding(from_pretrained("checkpoint", load_kwargs={"progress": False})))
         LlamaForCausalLM: 45.9 K parameters in 5 units
         ...
-        mesh         dp_shard 1 on cpu
+        mesh         dp_shard 1 on cpu, whole: nothing is gathered
         weights      float32, 183.7 kB on this rank
         ...
     """
@@ -49,7 +49,7 @@ def describe_sharding(model: nn.Module) -> str:
     axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard")
     lines = [
         str(sharding.plan),
-        f"mesh         {axes} on {sharding.mesh.device_type}",
+        f"mesh         {axes} on {sharding.mesh.device_type}{', whole: nothing is gathered' * sharding.is_whole}",
     ]
     for name, group in groups.items():
         dtypes = " and ".join(sorted({held[p][1] for p in group}))

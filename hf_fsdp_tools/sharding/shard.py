@@ -116,7 +116,8 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
-    A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. From a model with
+    A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. On one rank without CPU
+    offload and FP8 it stays a plain model, with nothing to gather, which computes in the same dtypes. From a model with
     real weights, equal on every rank, each rank keeps its slices, contiguous whatever the strides were. Make the
     optimizer afterwards.
 
@@ -221,7 +222,6 @@ def checked_sharding(
 def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.Module:
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
-    guard_habits()
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
         for group in sharding.axes.groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
@@ -284,7 +284,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(sharding.mesh.device_type)
-        model.__deepcopy__ = partial(copy_sharded, model)
+        model.__deepcopy__ = partial(copy_sharded, model)  # type: ignore[assignment]  # mypy takes it for a submodule
     else:
         _apply_fsdp2(model, sharding)
     for module in model.modules():
@@ -299,6 +299,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
 
 def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
     """Call `fully_shard` for each unit of the plan."""
+    guard_habits()
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

@@ -95,7 +95,9 @@ class CastWeights:
         if not self._own:
             self.cast()
             self._is_lent, lent = True, self._own
-            hidden.register_hook(lambda gradient: self.restore() if self._own is lent else None)
+            hidden.register_hook(  # type: ignore[no-untyped-call]  # torch's own
+                lambda gradient: self.restore() if self._own is lent else None
+            )
 
 
 @dataclass(frozen=True)

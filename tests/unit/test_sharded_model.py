@@ -50,11 +50,12 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 def test_a_plain_trainer_or_accelerator_is_named_and_float16_told_once(folder: Path, tmp_path: Path) -> None:
     lora = LoraConfig(target_modules=["q_proj"])
-    for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
+    sharded = {"offload_policy": True}  # on one rank too
+    for model in (from_pretrained(folder, **sharded), from_pretrained(folder, peft_config=lora, **sharded)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
         with pytest.raises(ConfigError, match=r"LlamaForCausalLM is sharded.*put FSDPTrainerMixin before the Trainer"):
             trainer.train()
-    model = from_pretrained(folder)
+    model = from_pretrained(folder, **sharded)
     with pytest.raises(ConfigError, match=r"In a loop, make the Accelerator with make_accelerator\(\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
     model = from_pretrained(folder).half().train()
