@@ -186,6 +186,9 @@ def from_pretrained(
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)
                 load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
         sharding, tree = _planned(model, accelerator, policy, options, settings, rules)
+        with agreed("checking the adapter"):
+            if peft_config is not None:
+                refuse_for_shards(peft_config, model, sharding)
     shard_checked(model, sharding, tree)
     report = load_weights(model, checkpoint.index, **load_kwargs)  # this rank's bytes of the files
     if checkpoint.adapter is not None:
@@ -310,7 +313,7 @@ def _without_storage(
     *,
     dequantize: bool,
 ) -> PreTrainedModel:
-    """The model of a checkpoint on meta, of whose base an adapter that is wanted can be made."""
+    """The model of a checkpoint on meta."""
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
             f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
@@ -324,8 +327,6 @@ def _without_storage(
     set_generation_config(model, checkpoint.generation_config)
     if not dequantize:
         keep_stored(model, checkpoint.index)
-    if peft_config is not None:
-        refuse_for_shards(peft_config, model)
     return model
 
 

@@ -65,7 +65,7 @@ def diagnose(
     Example:
         >>> print(diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False})))
         LlamaForCausalLM: 45.9 K parameters, whole on one rank
-        ...
+        <BLANKLINE>
         no findings
     """
     world_size = len(all_ranks(None, _DOING))

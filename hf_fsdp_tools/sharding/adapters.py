@@ -27,6 +27,7 @@ from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.stores import pinned
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
@@ -188,7 +189,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     """
     peft_config = as_peft_config(peft_config)
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
-    refuse_for_shards(peft_config, model)
+    refuse_for_shards(peft_config, model, sharding_of(model))
     _say_what_has_none(model, peft_config)
     with _undone_if_it_fails(model):
         with _seeded(seed), _made_alike(peft_config), errors_of_peft(peft_config):
@@ -247,7 +248,7 @@ def load_adapter(
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
     same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
-    refuse_for_shards(config, model)
+    refuse_for_shards(config, model, sharding_of(model))
     with _undone_if_it_fails(model):
         file = Path(folder) / ADAPTER_CONFIG
         with _made_alike(config), errors_of_peft(config), matched_in("peft", file), warnings.catch_warnings():

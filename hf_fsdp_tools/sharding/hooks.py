@@ -137,7 +137,7 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Hook]:
             stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
                 yield Hook(copy, Phase.CAST, partial(cast_inputs, dtype=own))
-                yield Hook(copy, Phase.OUTPUT, partial(cast_output, dtype=stored))
+                yield Hook(copy, Phase.OUTPUT, partial(_cast_output, dtype=stored))
 
 
 def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
@@ -234,7 +234,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
+def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
     return _cast(output, dtype)
 
 

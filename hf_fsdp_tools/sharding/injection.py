@@ -108,7 +108,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
     if root is None:
         yield
         return
-    refuse_for_shards(config, root)
+    refuse_for_shards(config, root, note_of(root).sharding)
     if config.is_prompt_learning:
         # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
         around: AbstractContextManager[None] = forward_begun(root)
@@ -131,8 +131,8 @@ def refuse_for_any(config: Any) -> None:
         )
 
 
-def refuse_for_shards(config: Any, model: nn.Module) -> None:
-    """Refuse an adapter that cannot be made on a model that is sharded already."""
+def refuse_for_shards(config: Any, model: nn.Module, sharding: Any) -> None:
+    """Refuse an adapter that cannot be made on a model that is sharded so."""
     refuse_for_any(config)
     if getattr(config, "use_dora", False) and packed_parameters(model):
         raise ConfigError(
@@ -152,7 +152,8 @@ def refuse_for_shards(config: Any, model: nn.Module) -> None:
         _kind(config): _kind(config) in _DECOMPOSE,
         "layer_replication": bool(getattr(config, "layer_replication", None)),
     }
-    if names := [name for name, is_needed in needs.items() if is_needed]:
+    names = [name for name, is_needed in needs.items() if is_needed]
+    if names and not (sharding and sharding.is_whole):
         raise ConfigError(f"{names[0]} needs whole weights of the base, and no rank has them. {_PLAIN}")
 
 

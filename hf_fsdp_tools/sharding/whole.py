@@ -5,6 +5,7 @@ block when it runs, others when the module that has them runs. The copies are wh
 gradients reach the weights through the cast.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.hooks import cast_output, hooks_of_experts, hooks_of_precision, kept_as_stored
+from hf_fsdp_tools.sharding.hooks import hooks_of_experts, hooks_of_precision, kept_as_stored
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
@@ -66,8 +68,6 @@ class CastWeights:
     @contextmanager
     def in_pass(self) -> Iterator[None]:
         """A block, a forward pass, in which the copies are there; copies of several passes stay."""
-        if self._is_lent:
-            self.restore()
         if self._own:
             yield
             return
@@ -90,14 +90,17 @@ class CastWeights:
         hidden = first_float(output)
         if not torch.is_grad_enabled() or hidden is None or not hidden.requires_grad:
             return
-        if self._is_lent:
-            self.restore()
         if not self._own:
             self.cast()
             self._is_lent, lent = True, self._own
             hidden.register_hook(  # type: ignore[no-untyped-call]  # torch's own
                 lambda gradient: self.restore() if self._own is lent else None
             )
+
+    def take_back(self, module: object, args: object, kwargs: object) -> None:
+        """Put lent weights back before the next pass: their backward pass may never have come."""
+        if self._is_lent:
+            self.restore()
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,13 @@ class Whole(Feature):
             yield from _hooks_of_weights(model, units, policy.param_dtype, stay={*replicated, *in_fp32})
         yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         if policy.output_dtype is not None:
-            yield from (Hook(unit, Phase.OUTPUT, partial(cast_output, dtype=policy.output_dtype)) for unit in units)
+            yield from (Hook(unit, Phase.OUTPUT, partial(_all_in, dtype=policy.output_dtype)) for unit in units)
         yield from hooks_of_experts(tree)
+
+
+def _all_in(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
+    """Cast an output as FSDP2 does for `output_dtype`."""
+    return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, output)
 
 
 def _hooks_of_weights(
@@ -159,10 +167,16 @@ def _hooks_of_weights(
         if hasattr(module, "gradient_checkpointing"):
             yield Hook(module, Phase.CAST, cast.cast_again)
     base, head = getattr(model, "base_model", model), getattr(model, "get_output_embeddings", lambda: None)()
-    if head in casts and base is not model:
-        # cast once for all that uses it in a pass: the embedding, if it is tied, and losses that do not call it
-        tied = {weight for weight in head._parameters.values() if weight is not None}
-        cast = CastWeights([place for _, place in places if place[0]._parameters[place[1]] in tied], dtype)
-        add_to_note(model, casts=(cast, *note_of(model).casts))
-        yield Hook(model, Phase.CONTEXT, cast.in_pass)
-        yield Hook(base, Phase.KEEP, cast.lend)
+    names = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    outside = [place for block, place in places if block is place[0]]
+    of_head = [place for place in outside if place[0] is head]
+    # Once for all that use them in a pass, so that gradients are added up in the dtype of computation, as in a unit;
+    # and for chunked losses, which do not call the head.
+    together = [place for place in outside if names[id(place[0]._parameters[place[1]])] > 1 or place[0] is head]
+    if together:
+        in_pass, lent = CastWeights(together, dtype), CastWeights(of_head, dtype)
+        add_to_note(model, casts=(in_pass, lent, *note_of(model).casts))
+        yield Hook(model, Phase.CONTEXT, in_pass.in_pass)
+        if base is not model:
+            yield from (Hook(module, Phase.CAST, lent.take_back) for module in (model, base))
+            yield Hook(base, Phase.KEEP, lent.lend)
