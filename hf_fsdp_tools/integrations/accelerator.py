@@ -338,13 +338,12 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         prepare_for_training(model, accelerator)
     root: Any = sharded_module(model)
     make_root(root or model)  # before a script calls get_input_embeddings()(ids)
-    if isinstance(root, FSDPModule):
-        if getattr(accelerator.ddp_handler, "find_unused_parameters", False):  # heads that each rank chooses
-            if hasattr(root, "set_reduce_scatter_unused_params"):
-                root.set_reduce_scatter_unused_params(True)
-            else:
-                fact = f"find_unused_parameters is not seen to before torch 2.13 (this is {torch.__version__})"
-                warn_on_node(f"{fact}: where ranks use different parameters, gradients go wrong or the ranks wait.")
+    if isinstance(root, FSDPModule) and getattr(accelerator.ddp_handler, "find_unused_parameters", False):
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # heads that each rank chooses
+            root.set_reduce_scatter_unused_params(True)
+        else:
+            fact = f"find_unused_parameters is not seen to before torch 2.13 (this is {torch.__version__})"
+            warn_on_node(f"{fact}: where ranks use different parameters, gradients go wrong or the ranks wait.")
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark

@@ -111,10 +111,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         return {}
     for feature in features():
         feature.added(model)
-    if sharding.is_whole:
-        replaced = _take_up(model, base, sharding)
-    else:
-        replaced = _shard(model, base, sharding)
+    replaced = _take_up(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
     for module in model.modules():
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
             # Adaption prompts have it: they would call the base beside FSDP's hooks.

@@ -151,8 +151,10 @@ def reshard_units(model: nn.Module) -> None:
 def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
-    copied: int = sum(cast.num_bytes() for module in model.modules() for cast in note_of(module).casts)
-    return copied + sum(  # type: ignore[no-any-return]  # of torch's own records
+    copies: dict[int, int] = {}
+    for cast in (each for module in model.modules() for each in note_of(module).casts):
+        copies |= cast.sizes()
+    return sum(copies.values()) + sum(
         entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
         for group in _groups(model)
         for entry in group.fsdp_params

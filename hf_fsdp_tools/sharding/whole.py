@@ -1,8 +1,8 @@
 """A model that one rank holds whole on its device: no unit is gathered, and parameters stay plain tensors.
 
 Under mixed precision FSDP2 gathers copies of weights in the dtype of computation. Here weights are cast: those of a
-block when it runs, others when the module that has them runs. The copies are what autograd keeps, as under autocast, and
-gradients reach the weights through the cast.
+block when it runs, others when the module that has them runs. The copies are what autograd keeps, as under autocast,
+and gradients reach the weights through the cast.
 """
 
 from collections import Counter
@@ -44,10 +44,9 @@ class CastWeights:
             if weight is not None and weight.dtype != self._dtype:
                 yield module._parameters, name, weight
 
-    def num_bytes(self) -> int:
-        """Bytes of the copies."""
-        weights = {id(weight): weight.numel() for _, _, weight in self._others()}
-        return sum(weights.values()) * self._dtype.itemsize
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the copies, by the `id` of their weights."""
+        return {id(weight): weight.numel() * self._dtype.itemsize for _, _, weight in self._others()}
 
     def cast(self) -> None:
         """Put copies in the place of weights, unless they are there; a tied weight has one."""
@@ -81,8 +80,8 @@ class CastWeights:
         """Let the copies be made again where a module's pass is computed again: transformers' blocks checkpoint their
         `forward`, around which no hook runs then. A hook before each pass, as scripts turn checkpointing on later."""
         run = getattr(module, "_gradient_checkpointing_func", None)
-        if run is not None and getattr(run, "cast", None) is not self:
-            module._gradient_checkpointing_func = _CastAgain(getattr(run, "run", run), self)
+        if run is not None and not (isinstance(run, _CastAgain) and run.cast is self):
+            module._gradient_checkpointing_func = _CastAgain(run, self)
 
     def lend(self, base: nn.Module, args: object, output: object) -> None:
         """Leave the copies in place after a forward pass of the base alone, until its backward pass: chunked losses, as
