@@ -154,7 +154,7 @@ def bytes_gathered(model: nn.Module) -> int:
     copies: dict[int, int] = {}
     for cast in (each for module in model.modules() for each in note_of(module).casts):
         copies |= cast.sizes()
-    return sum(copies.values()) + sum(
+    return sum(copies.values()) + sum(  # type: ignore[no-any-return]  # of torch's own records
         entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
         for group in _groups(model)
         for entry in group.fsdp_params
