@@ -42,6 +42,8 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import floats_held, packed_parameters
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
+from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import did_you_mean, dtype_name
 
 
@@ -265,7 +267,9 @@ def _refuse_other_dtype(model: nn.Module, match: Match, dtype: torch.dtype | Non
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where shards belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
+    """Where weights belong: the mesh's device, or the CPU if FSDP2 offloads parameters or nothing is sharded."""
+    if (sharding := sharding_of(model)) is not None:
+        return sharding.device
     if is_offloaded(model):
         return torch.device("cpu")
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
