@@ -43,7 +43,6 @@ from hf_fsdp_tools.modeling.packed import floats_held, packed_parameters
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import did_you_mean, dtype_name
 
 
