@@ -1,0 +1,80 @@
+"""A training state of one rank, whose model is a plain one, goes on in shards, and back: bit for bit."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained
+from tests._checkpoints import lora, make_checkpoint
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows
+
+IDS = torch.randint(3, 131, (5, 2, 12), generator=torch.Generator().manual_seed(0))
+"""The rows of each step, the same on every rank: the average of equal gradients is the gradient."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "masters in fp32": {},
+    "LoRA": {"dtype": "bf16", "peft_config": lora(init_lora_weights=False)},
+    "activation checkpointing": {"activation_checkpointing": True},
+}
+
+
+def steps_in_a_loop(model_name: str, source: Path, out: Path, parts: list[tuple[int, int, int]]) -> None:
+    """Train the steps of the part for this number of ranks, from the state of the part before."""
+    first, last, ranks = parts[-1]
+    assert ranks == dist.get_world_size()
+    accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
+    seeded = {"load_kwargs": {"progress": False, "seed": 1}}
+    model = from_pretrained(source, accelerator=accelerator, **MODELS[model_name], **seeded).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert any(isinstance(each, DTensor) for each in model.parameters()) == (ranks > 1)
+    if len(parts) > 1:
+        accelerator.load_state(out / f"{model_name} {parts[:-1]}")
+    for step in range(first, last):
+        accelerator.backward(model(input_ids=IDS[step], labels=IDS[step]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(out / f"{model_name} {parts}")
+    save_pretrained(model, out / f"{model_name} {parts} saved")
+    states = full_states(model, optimizer)
+    if accelerator.is_main_process:
+        torch.save(states, out / f"{model_name} {parts}.pt")
+
+
+def a_trainer(source: Path, out: Path, last: int) -> list[float]:
+    """Two rows for each step, on one rank or two; a checkpoint of another number of ranks is resumed."""
+    rows = 2 // dist.get_world_size()
+    settings = {"per_device_train_batch_size": rows, "max_steps": last, "save_strategy": "steps", "save_steps": 2}
+    model = from_pretrained(source, load_kwargs={"progress": False}, mp_policy="bf16")
+    trainer = ShardedTrainer(model, arguments(out, bf16=True, **settings), train_dataset=make_rows(16))
+    trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")))
+    return logged(trainer)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+def test_a_state_goes_from_one_rank_to_two_and_back_bit_for_bit(source: Path, tmp_path: Path) -> None:
+    chain = [(0, 2, 1), (2, 4, 2), (4, 5, 1)]
+    for ranks, parts in ((1, [(0, 5, 1)]), (1, chain[:1]), (2, chain[:2]), (1, chain)):
+        cases = {name: partial(steps_in_a_loop, name, source, tmp_path, parts) for name in MODELS}
+        run_ranks(run_cases, ranks, cases)
+    for name in MODELS:
+        straight, in_parts = (torch.load(tmp_path / f"{name} {parts}.pt") for parts in ([(0, 5, 1)], chain))
+        assert straight.keys() == in_parts.keys()
+        assert all(torch.equal(in_parts[key], tensor) for key, tensor in straight.items()), name
+
+
+def test_a_trainers_checkpoint_of_one_rank_goes_on_with_two(source: Path, tmp_path: Path) -> None:
+    expected = run_ranks(a_trainer, 1, source, tmp_path / "straight", 4)[0]
+    run_ranks(a_trainer, 1, source, tmp_path / "parts", 2)
+    found = run_ranks(a_trainer, 2, source, tmp_path / "parts", 4)[0]
+    assert found == pytest.approx(expected, rel=5e-3) and len(found) == 4
