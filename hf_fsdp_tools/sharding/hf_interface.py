@@ -35,7 +35,8 @@ from hf_fsdp_tools.text import listed
 def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     """Give a model with all its units the class names, marks and methods that other libraries look at.
 
-    A model that is whole has no units and keeps its classes; it gets the methods alone.
+    A model that is whole has no units and keeps its classes; it gets the methods alone. Those of FSDP2 do nothing on
+    it, so that a script for several ranks runs on one.
 
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend, by which the Trainer
       decides whether to shift labels under label smoothing.
@@ -44,6 +45,8 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
       pass: what no other unit holds is gathered for them.
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
+    if is_whole:
+        model.__dict__.update({name: _do_nothing for name in vars(FSDPModule) if not name.startswith("_")})
     for module in () if is_whole else model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers reads it
         if isinstance(module, FSDPModule):
@@ -55,6 +58,10 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     if hasattr(model, "generate") and "generate" not in model.__dict__:
         let_answer(model, "generate", _generate)
     answer_for_shards(model)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Answer a method of FSDP2's on a model without units."""
 
 
 def _is_prepared(module: nn.Module) -> bool:

@@ -194,8 +194,8 @@ def errors_of_peft(config: Any) -> Iterator[None]:
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
     shards = managed_parameters(model)
-    mesh = note_of(model).sharding.mesh
-    if mesh.mesh_dim_names is None or not shards:
+    mesh: Any = shards[0].device_mesh if shards else None  # type: ignore[attr-defined]  # a DTensor
+    if mesh is None or mesh.mesh_dim_names is None:
         yield
         return
     axis = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)

@@ -45,7 +45,7 @@ def every_parameter_and_buffer_equals_plain_from_pretrained(folders, dtype, root
 def all_new(folders, dtype, root):
     """Every parameter missing, in a model whose own code initialises deeper modules from its root."""
     model = from_pretrained(folders["gpt2"], load_kwargs={"ignore_mismatched_sizes": True}, n_embd=32)
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 def initialisation_from_the_root_is_the_same_sharded_or_not(folder, alone, sharded):

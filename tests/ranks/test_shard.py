@@ -79,7 +79,7 @@ def _compare_gradients(model: nn.Module, kind: str) -> int:
 
 
 def inference_first(kinds, other_dims=False):
-    """FSDP2 alone stops in training; on one rank, and for dimensions other than 0, in inference mode itself."""
+    """FSDP2 alone stops in training; for dimensions other than 0, in inference mode itself."""
     for kind in kinds:
         model, plain = _model(kind), _model(kind)
         with patch.multiple(placement, _MOST_PADDING_BYTES=0, _LEAST_RUN=0) if other_dims else nullcontext():
@@ -167,7 +167,7 @@ def alone():
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     with torch.no_grad():
         model(input_ids=batch)
-    assert all(isinstance(p, DTensor) for p in model.parameters()), "sharded again after an evaluation"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "masters are back after an evaluation"
     with pytest.raises(ConfigError, match=r"sharded already"):
         shard_model(model, plan)
     other = make_model("gpt2")
@@ -231,7 +231,7 @@ def code_of_the_user_is_saved_with_the_model(folder):
 
 
 def on_one() -> None:
-    run_cases({"alone": alone, "inference first": partial(inference_first, ("llama",))})
+    run_cases({"alone": alone})
 
 
 def on_two(folder) -> None:
