@@ -1,0 +1,145 @@
+"""A training step on one GPU asks no more of the CUDA runtime than a plain loop: kernels, copies, waits, memory.
+
+`python -m tests.gpu_stand_in.test_one_rank [CASE…]` prints a table, each row measured in a process of its own.
+Kernels do nothing on the stand-in, so the CPU time of a step is what the host takes to start them.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests._dist import num_gpus, run_ranks
+
+try:
+    import fakegpu
+except ImportError:
+    fakegpu = None
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        fakegpu is None or not fakegpu.is_fake() or num_gpus() < 1,
+        reason="counts calls on a stand-in for the CUDA runtime, which is not set up here",
+    ),
+]
+
+CASES: dict[str, dict[str, Any]] = {
+    "all weights, fp32 masters": {"dtype": torch.float32, "mp_policy": "bf16"},
+    "all weights in bf16": {"dtype": torch.bfloat16},
+    "LoRA": {"dtype": torch.bfloat16, "mp_policy": "bf16", "adapter": True},
+    "LoRA, checkpointed": {"dtype": torch.bfloat16, "mp_policy": "bf16", "adapter": True, "checkpointed": True},
+    "packed rows": {"dtype": torch.bfloat16, "packed": True},
+}
+
+COUNTS = ("kernel", "copy D2D", "cudaEventRecord", "cudaStreamWaitEvent", "cudaStreamSynchronize")
+
+
+def made(folder: Path, case: str, who: str) -> Any:
+    options = {key: value for key, value in CASES[case].items() if key in ("dtype", "mp_policy")}
+    adapter = LoraConfig(r=8, target_modules="all-linear") if "adapter" in CASES[case] else None
+    if who == "plain loop":
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=options["dtype"]).cuda()
+        model = model if adapter is None else get_peft_model(model, adapter)
+    else:
+        from hf_fsdp_tools import from_pretrained
+
+        model = from_pretrained(folder, peft_config=adapter, load_kwargs={"progress": False}, **options)
+    if "checkpointed" in CASES[case]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def step_of(model: Any, case: str, who: str) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if "packed" in CASES[case]:
+        batch["position_ids"] = torch.arange(64, device="cuda").remainder(16)[None]
+
+    def step() -> None:
+        by_hand = who == "plain loop" and "mp_policy" in CASES[case]
+        with torch.autocast("cuda", torch.bfloat16) if by_hand else nullcontext():
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def counted(folder: Path, case: str, who: str, steps: int = 5) -> dict[str, float]:
+    """Calls of one step, MiB at its peak, and the least CPU time of one, in ms."""
+    step, times = step_of(made(folder, case, who), case, who), []
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    gc.disable()
+    fakegpu.reset()
+    for _ in range(steps):
+        start = time.process_time()
+        step()
+        times.append(1e3 * (time.process_time() - start))
+    torch.cuda.synchronize()
+    gc.enable()
+    stats = fakegpu.stats()
+    found = {name: stats.get(name, 0) / steps for name in COUNTS}
+    return found | {"peak MiB": torch.cuda.max_memory_allocated() / 2**20, "host ms": min(times)}
+
+
+def checkpoint(folder: Path, layers: int) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=1024)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def both(folder: Path, case: str) -> dict[str, dict[str, float]]:
+    return {who: counted(folder, case, who) for who in ("plain loop", "ours")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_one_gpu_asks_no_more_than_a_plain_loop(case: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(both, 1, checkpoint(tmp_path, layers=4), case, device="cuda")
+    for name in (*COUNTS, "peak MiB"):
+        assert found["ours"][name] <= 1.02 * found["plain loop"][name], (name, found)
+
+
+def main() -> None:
+    """Print the table, or as a child the figures of one cell."""
+    if os.environ.get("ONE_RANK_CELL"):
+        folder, case, who = sys.argv[1:]
+        print("FOUND", json.dumps(counted(Path(folder), case, who)))
+        return
+    with TemporaryDirectory() as folder:
+        checkpoint(Path(folder), layers=32)
+        print("| | | " + " | ".join((*COUNTS, "peak MiB", "host ms")) + " |")
+        print("|---|---|" + "---|" * (len(COUNTS) + 2))
+        for case in sys.argv[1:] or CASES:
+            for who in ("plain loop", "ours"):
+                words = [sys.executable, "-m", "tests.gpu_stand_in.test_one_rank", folder, case, who]
+                done = subprocess.run(words, env=os.environ | {"ONE_RANK_CELL": "1"}, capture_output=True, text=True)
+                line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
+                if line is None:
+                    raise SystemExit(done.stderr)
+                figures = json.loads(line.removeprefix("FOUND ")).values()
+                print(f"| {case} | {who} | " + " | ".join(f"{figure:,.1f}" for figure in figures) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
