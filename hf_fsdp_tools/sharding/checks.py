@@ -14,7 +14,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharding_of
 from hf_fsdp_tools.text import listed
 
 
@@ -143,12 +143,15 @@ _NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer of other tensors than the models' parameters, and one that cannot step shards."""
+    """Refuse an optimizer of other tensors than the models' parameters, and one that cannot step what they are."""
+    models = list(models)
     known = {id(parameter) for model in models for parameter in model.parameters()}
+    shardings = [sharding_of(model) for model in models]
+    has_shards = not all(sharding is not None and sharding.is_whole for sharding in shardings)
     for optimizer in optimizers:
         own = getattr(optimizer, "optimizer", optimizer)
-        check_kind(type(own))
-        if isinstance(own, _NOT_FUSED) and any(group.get("fused") for group in own.param_groups):
+        check_kind(type(own), has_shards=has_shards)
+        if has_shards and isinstance(own, _NOT_FUSED) and any(group.get("fused") for group in own.param_groups):
             raise ConfigError(
                 f"{type(own).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
                 "foreach=True works."
@@ -164,9 +167,15 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
             )
 
 
-def check_kind(kind: type) -> None:
-    """Refuse a class of optimizers that cannot step sharded parameters."""
-    if f"{kind.__module__}.{kind.__name__}".startswith(_NOT_FOR_SHARDS):
+def check_kind(kind: type, *, has_shards: bool = True) -> None:
+    """Refuse a class of optimizers that cannot step sharded parameters, or whose state cannot be resumed."""
+    name = f"{kind.__module__}.{kind.__name__}"
+    if not has_shards and name.startswith("bitsandbytes"):
+        raise ConfigError(
+            f"{kind.__name__} of bitsandbytes keeps a state that cannot be resumed here. Use torchao.optim.AdamW8bit, "
+            "whose state is small too (in TrainingArguments: optim='adamw_torch_8bit')."
+        )
+    if has_shards and name.startswith(_NOT_FOR_SHARDS):
         raise ConfigError(
             f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
             "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "

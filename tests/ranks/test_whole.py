@@ -1,15 +1,19 @@
 """A training state of one rank, whose model is a plain one, goes on in shards, and back: bit for bit."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers.optimization import Adafactor
 
-from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import lora, make_checkpoint
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows
@@ -47,6 +51,35 @@ def steps_in_a_loop(model_name: str, source: Path, out: Path, parts: list[tuple[
         torch.save(states, out / f"{model_name} {parts}.pt")
 
 
+def optimizers_that_shards_do_not_take(source: Path, out: Path) -> None:
+    """They step a whole model, and their state resumes; not that of bitsandbytes."""
+    made: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+        "torch's Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+        "transformers' Adafactor": partial(Adafactor, lr=1e-2, scale_parameter=False, relative_step=False),
+        "Rprop": torch.optim.Rprop,
+        "fused SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    }
+    for name, make in made.items():
+        ends = []
+        for parts in ([(0, 4)], [(0, 2), (2, 4)]):
+            for first, last in parts:
+                forget_accelerate()
+                accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
+                model = from_pretrained(source, accelerator=accelerator, load_kwargs={"progress": False}).train()
+                model, optimizer = accelerator.prepare(model, make(list(model.parameters())))
+                if first:
+                    accelerator.load_state(out / name)
+                for step in range(first, last):
+                    accelerator.backward(model(input_ids=IDS[step], labels=IDS[step]).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                accelerator.save_state(out / name)
+            ends.append({key: tensor.clone() for key, tensor in model.state_dict().items()})
+        assert all(torch.equal(ends[1][key], tensor) for key, tensor in ends[0].items()), name
+    with pytest.raises(ConfigError, match="AdamW8bit of bitsandbytes keeps a state that cannot be resumed here"):
+        accelerator.prepare(bitsandbytes.optim.AdamW8bit(model.parameters()))
+
+
 def a_trainer(source: Path, out: Path, last: int) -> list[float]:
     """Two rows for each step, on one rank or two; a checkpoint of another number of ranks is resumed."""
     rows = 2 // dist.get_world_size()
@@ -71,6 +104,10 @@ def test_a_state_goes_from_one_rank_to_two_and_back_bit_for_bit(source: Path, tm
         straight, in_parts = (torch.load(tmp_path / f"{name} {parts}.pt") for parts in ([(0, 5, 1)], chain))
         assert straight.keys() == in_parts.keys()
         assert all(torch.equal(in_parts[key], tensor) for key, tensor in straight.items()), name
+
+
+def test_optimizers_that_shards_do_not_take(source: Path, tmp_path: Path) -> None:
+    run_ranks(optimizers_that_shards_do_not_take, 1, source, tmp_path)
 
 
 def test_a_trainers_checkpoint_of_one_rank_goes_on_with_two(source: Path, tmp_path: Path) -> None:
