@@ -42,7 +42,7 @@ BUDGET = {
     "accelerator": (160, 120, 1, 0),
     "background": (175, 135, 1, 1),
     "cli": (1785, 1655, 10, 0),
-    "diagnostics": (985, 870, 5, 1),
+    "diagnostics": (990, 870, 5, 1),
     "distributed": (1885, 1545, 9, 2),
     "doors": (35, 30, 1, 0),
     "errors": (150, 65, 1, 5),
@@ -58,7 +58,7 @@ BUDGET = {
     "proof": (1655, 1475, 7, 0),
     "saving": (2735, 2285, 14, 2),
     "scripting": (2660, 2245, 12, 12),
-    "sharding": (4535, 3750, 21, 8),
+    "sharding": (4810, 3990, 22, 8),
     "steps": (25, 20, 1, 0),
     "stores": (500, 440, 1, 0),
     "streaming": (1110, 890, 7, 1),
@@ -173,6 +173,7 @@ MAY_NAME_A_FEATURE = {
     ("pretrained", "sharding.compile"), ("pretrained", "sharding.recompute"),  # short forms of arguments
     ("sharding.added", "sharding.checks"),
     ("sharding.compile", "sharding.recompute"),
+    ("sharding.whole", "sharding.hooks"),  # hooks of precision, which units have too
 }  # fmt: skip
 """Modules of the core, and the modules of its own features that they import beside `shard.features`."""
 
