@@ -1,5 +1,7 @@
 """This machine's accelerator: CUDA, ROCm, XPU or NPU, all through `torch.accelerator`."""
 
+import resource
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
@@ -50,6 +52,14 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
             files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             limits.append(max(0, int(most) - int(now) + files))
     return min(limits)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had: on its accelerator, or on a CPU of the process."""
+    if find_accelerator() is not None:
+        return int(torch.accelerator.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_bytes(device_type: str) -> int:

@@ -361,10 +361,10 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
         yield (SCHEDULER_NAME,), "the scheduler"
         yield from [((SCALER_NAME,), "the loss scale")] * (trainer.accelerator.scaler is not None)
         yield (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth",), "random states"
-        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (trainer.ema_decay is not None)
+        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (settings.ema_decay is not None)
 
-    option = "allow_incomplete = True in the trainer's class"
-    check_parts(folder, parts(), STATE_FILES, allowed=trainer.allow_incomplete, option=option)
+    settings, option = trainer.fsdp_settings, "TrainerSettings(allow_incomplete=True)"
+    check_parts(folder, parts(), STATE_FILES, allowed=settings.allow_incomplete, option=option)
 
 
 def weights_in(folder: Path) -> list[str]:

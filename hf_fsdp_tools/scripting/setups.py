@@ -1,11 +1,13 @@
 """What a recipe trains with its options, as a `TrainingSetup`, and which options make it train a setup."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.accelerator import device_title
@@ -15,6 +17,9 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.text import comment
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.memory import MemoryEstimate
 
 DEFAULT_RECIPE = "finetune"
 
@@ -137,6 +142,27 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "reshard_after_forward": plugin.reshard_after_forward is not False,
         "offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
+    }
+
+
+def estimate_of(
+    recipe: str, model: Any, arguments: Sequence[Any], accelerator: Any, *, loss: Any = None, **model_kwargs: Any
+) -> tuple["MemoryEstimate", dict[str, Any]]:
+    """What a recipe takes with its arguments on the GPUs of an Accelerator, and the same as values for JSON; without
+    data, in some seconds for a large model. `model_kwargs` go before the class of model that the recipe trains."""
+    from hf_fsdp_tools.foresight.memory import estimate_memory
+    from hf_fsdp_tools.foresight.throughput import throughput_of
+
+    setup = replace(setup_of(recipe, *arguments, **machine_of(accelerator)), loss=loss)
+    kwargs = {"auto_class": RECIPES[recipe].auto_class, **model_kwargs}
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
+        memory = estimate_memory(model, setup, model_kwargs=kwargs)
+    speed = throughput_of(memory)
+    rate = speed.tokens_per_second_per_gpu if speed.is_estimated else None
+    return memory, {
+        "setup": asdict(setup),
+        "peak_gb": memory.peak_allocated / 1e9,
+        "tokens_per_second_per_gpu": rate,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 from accelerate import ParallelismConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_fsdp_tools import FSDPPlugin, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools import FSDPPlugin, ParallelDims, TrainerSettings, from_pretrained, make_accelerator
 from tests._checkpoints import make_checkpoint, make_quantized, refusal, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -35,7 +35,7 @@ def quantised_weights_in_parts(folder: Path) -> None:
 
 def averages_of_flat_parameters(folder: Path) -> None:
     class Averaging(ShardedTrainer):
-        ema_decay = 0.9
+        fsdp_settings = TrainerSettings(ema_decay=0.9)
 
     args = arguments(folder / "run", max_steps=1, fsdp=True, fsdp_config={"version": 1})
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
