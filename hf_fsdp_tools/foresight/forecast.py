@@ -52,7 +52,7 @@ _MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large mo
 class Report:
     """What is estimated of a training, which `print` and `to_json` show."""
 
-    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has beside the fields
+    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has next to the fields
 
     def to_json(self) -> str:
         """All of it as JSON text: fields and what follows from them, sizes in bytes; null is what is not estimated."""

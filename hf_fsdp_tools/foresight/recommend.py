@@ -50,7 +50,7 @@ class Cost:
     peak_bytes: int  # Memory of the GPU, with what CUDA and NCCL take
     step_seconds: float
     floor_seconds: float = 0.0  # What the GPU computes in it: no other sharding of the micro-batch takes less
-    host_bytes: int = 0  # Host memory of one process under offload
+    host_bytes: int = 0  # Host memory of each process under offload
     loss: Literal["full", "chunked", None] = None
     is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings
     notes: tuple[str, ...] = ()
@@ -219,8 +219,8 @@ class Search:
                 return
 
     def _share(self, name: str, kind: TrainingSetup) -> None:
-        """Share rows, layers or experts where nothing fits, rows are long, or GPUs wait: sizes are doubled until one is
-        not faster; `ep_size` beyond a machine at least, inside of which no traffic between machines is saved."""
+        """Divide rows, layers or experts where nothing fits, rows are long, or GPUs wait: sizes are doubled until one
+        is not faster; `ep_size` beyond a machine at least, inside of which no traffic between machines is saved."""
         if name in self.fixed or getattr(kind, name) > 1 or kind.wrapping == "none":
             return
         best, base = self.best(), kind
@@ -362,7 +362,7 @@ def recommend_config(
         setup: values of what is not searched; without it those of `TrainingSetup()`.
         global_batch_size: sequences per optimizer step over all GPUs; None takes as many as have about 2**18 tokens.
         margin: part of the GPU's memory that stays free (`MARGIN` says why).
-        say: is told, before each estimate, what is estimated.
+        say: is given, before each estimate, what is estimated.
         fixed: fields of `TrainingSetup` that stay as they are given here.
 
     Raises:

@@ -65,7 +65,7 @@ class TrainingSetup:
     cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
     tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
-    batch_size: int = 1  #: Sequences per micro-step and GPU, or group of GPUs that share rows (`cp_size`, `tp_size`)
+    batch_size: int = 1  #: Sequences per micro-step and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
     max_length: int = 4096  #: Tokens per sequence
     images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
@@ -85,7 +85,7 @@ class TrainingSetup:
     load_in_4bit: bool = False  #: NF4 base (QLoRA)
     dequantize: bool = True  #: False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, …)
     frozen_models: tuple[str, ...] = ()
-    """Hub names or folders of models that are held beside this one in shards of `precision` and not trained: a
+    """Hub names or folders of models that are kept next to this one in shards of `precision` and not trained: a
     reference (the same name once more), a teacher. Their forward passes are not timed."""
     activation_checkpointing: bool = False  #: Recompute each block's activations in the backward pass
     activation_checkpointing_every_n_layers: int = 1  #: The first of so many blocks recomputes, the others do not
@@ -134,7 +134,9 @@ class TrainingSetup:
         if not self.dequantize and self.load_in_4bit:
             raise ConfigError("load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one.")
         if not self.dequantize and max(self.tp_size, self.ep_size) > 1:
-            raise ConfigError("tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out.")
+            raise ConfigError(
+                "tp_size and ep_size divide no weights that are quantised as stored; leave dequantize=False out."
+            )
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
@@ -175,12 +177,12 @@ class TrainingSetup:
 
     @property
     def gpus_per_copy(self) -> int:
-        """GPUs that share one copy of the model."""
+        """GPUs that share one replica."""
         return 1 if self.wrapping == "none" else self.num_processes // self.dp_replicate_size
 
     @property
     def dp_shard_size(self) -> int:
-        """GPUs over which FSDP shards a weight, those that share rows among them."""
+        """GPUs over which FSDP shards a weight, those of context parallelism among them."""
         return self.gpus_per_copy // self.tp_size
 
     @property
@@ -190,7 +192,7 @@ class TrainingSetup:
 
     @property
     def rows_at_once(self) -> int:
-        """GPUs, or groups of those that share rows: each has a micro-batch of its own."""
+        """GPUs, or groups of GPUs with the same rows: each has a micro-batch of its own."""
         return self.num_processes // self.dims.ranks_per_row
 
     @property

@@ -124,7 +124,7 @@ class Fsdp2Schedule:
         if (unit := self._by_module.get(mark.module)) is None:
             return
         self.writer.unit, is_root = unit.name, unit is self._units[0]
-        is_backward = unit.state in ("backward", "reduced")  # activation checkpointing computes the module again
+        is_backward = unit.state in ("backward", "reduced")  # activation checkpointing recomputes the module
         if mark.where == "before_forward":
             if not is_backward and not unit.to_run:
                 unit.state, unit.entry, unit.to_run = "forward", mark.module, set(unit.unit.modules)

@@ -154,7 +154,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
 
 
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
-    """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
+    """Bring a copied model into the state in which it is trained, with marks at the plan's modules."""
     model.train()
     for config in configs_of(model):  # a copy's own
         if hasattr(config, "use_cache"):
