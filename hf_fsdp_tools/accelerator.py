@@ -79,7 +79,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SideStream:
-    """A stream of one device beside the stream that the program computes on, and the memory that its copies need.
+    """A stream of one device next to the stream that the program computes on, and the memory that its copies need.
 
     What is queued runs in order, and the host goes on at once. Any thread may queue, after it has called `enter`.
     """

@@ -143,11 +143,11 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _refuse_together(options: argparse.Namespace, template: Template | None) -> None:
-    """Refuse options that say nothing beside others, or contradict them."""
+    """Refuse options that say nothing next to others, or contradict them."""
     from hf_fsdp_tools import LaunchConfig
 
     if options.output is None and template is not None:
-        raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
+        raise ConfigError(f"--{options.template} writes {template.about} next to the config: name that with --output")
     if options.cpu and options.gpu is not None:
         raise ConfigError("--cpu and --gpu: give one of them")
     if options.output is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _WRAPPINGS = {"hybrid": "hybrid", "root": "root-only", "none": "no wrapping"}
-"""The wrappings that `--compare` lays beside each other, and their titles."""
+"""The wrappings that `--compare` lays next to each other, and their titles."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def named_config(name: str) -> Path:
 
 def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
     """The words of a recipe with the file of a model's options that comes with the package in place of its name; the
-    launch config beside it is taken unless the command line has another, or says where to run."""
+    launch config next to it is taken unless the command line has another, or says where to run."""
     place = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
     if place is None:
         return words

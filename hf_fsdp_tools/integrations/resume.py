@@ -266,8 +266,8 @@ STATE_FILES = (
     "optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth", f"{AVERAGES}/*",
     POSITIONS,
 )  # fmt: skip
-"""What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
-first."""
+"""What a Trainer's checkpoint has in addition to the model, of this mixin and of the plain Trainer under FSDP; the
+optimizer first."""
 
 _WEIGHTS = (
     "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",

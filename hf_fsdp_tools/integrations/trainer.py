@@ -104,7 +104,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     `save_model` writes a normal Hugging Face checkpoint from all ranks at once. A `checkpoint-N` folder is such a
     checkpoint too, in the precision of the master weights, with the optimizer's shards (`optimizer_0`, a DCP folder)
-    and the Trainer's own files beside it; another number of ranks can resume from it. It is complete with its
+    and the Trainer's own files next to it; another number of ranks can resume from it. It is complete with its
     `checkpoint_manifest.json`: `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
@@ -233,7 +233,7 @@ class FSDPTrainerMixin(PushingMixin):
         self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)
 
     def get_tp_size(self) -> int:
-        """As the Trainer's, with the ranks that share rows: they too have the same batch and the whole loss of it."""
+        """As the Trainer's, with the ranks of context parallelism: they too have one batch and the whole loss of it."""
         return int(super().get_tp_size()) * int(super().get_cp_size())
 
     def get_cp_size(self) -> int:
@@ -264,8 +264,8 @@ class FSDPTrainerMixin(PushingMixin):
 
         With `args.optim = "muon"` it is `hf_fsdp_tools.Muon`, and rank 0 prints which parameters are matrices.
 
-        Its groups are those of one process: transformers (5.23) parts them by mesh, so that a state would not go on in
-        another layout. `step_kinds_apart` parts them for the time of a step.
+        Its groups are those of a single process: transformers (5.23) parts them by mesh, so that a state would not go
+        on in another layout. `step_kinds_apart` parts them for the time of a step.
         """
         reshard_units(self.model)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and wants_muon(self.args):
@@ -402,13 +402,13 @@ class FSDPTrainerMixin(PushingMixin):
             self._saving = state
             state.needed.append(TRAINER_STATE_NAME)
             try:
-                super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
+                super()._save_checkpoint(model, trial)  # of the old ones it finds none next to the hidden one
             finally:
                 self._saving = None
             with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
                 best_one = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.best_global_step}")
                 if trainer_state.best_global_step and (best_one == folder or best_one.exists()):
-                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked beside the hidden one
+                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked next to the hidden one
                 if args.should_save:
                     trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
             best, limit = trainer_state.best_model_checkpoint, args.save_total_limit

@@ -40,7 +40,8 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     """
 
     merge_adapters: bool = field(
-        default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
+        default=False,
+        metadata={"help": "Write a checkpoint with the adapter merged in, next to the adapter (merged/)."},
     )
     dequantize: bool = field(
         default=True,
@@ -57,7 +58,7 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
     others: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """What `parse_arguments` has returned beside this one, likewise."""
+    """What `parse_arguments` has returned next to this one, likewise."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain

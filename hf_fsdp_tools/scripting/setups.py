@@ -36,7 +36,7 @@ class Recipe:
     """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
     fields: dict[str, Any] = field(default_factory=dict)  # Of `TrainingSetup`, which no option changes
     options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
-    frozen: str = ""  # The option for a model beside the one that is trained
+    frozen: str = ""  # The option for a model next to the one that is trained
     rates: tuple[float, float] = (1e-5, 2e-4)
     """Learning rates of all parameters and of an adapter to begin with. (usual values; none is searched)"""
     note: str = ""  # What an estimate leaves out
@@ -176,7 +176,7 @@ def _optimizer(optim: Any, arguments: str | None) -> str:
 
 
 def _frozen(recipe: str, adapts: bool, get: Callable[[str], Any]) -> tuple[str, ...]:
-    """The models that a recipe holds beside the one that it trains: a reference, a teacher, one that rewards."""
+    """The models that a recipe holds next to the one that it trains: a reference, a teacher, one that rewards."""
     has_reference = (recipe == "dpo" and not get("precompute_ref_log_probs")) or (recipe == "grpo" and get("beta"))
     names = [RECIPES[recipe].frozen, "model_name_or_path" if has_reference and not adapts else ""]
     return tuple(value for name in names if name and (value := get(name)))

@@ -296,7 +296,7 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
     in_parts = [{"type": "text", "text": "?"}, {"type": "text", "text": "!"}]
     assert first({"messages": [{"role": "Human", "content": in_parts}]}) == [question | {"content": "?!"}]
     assert first({"messages": [question, answer], "prompt": "x", "labels": 1}) == [question, answer]
-    assert ".jsonl: left out beside messages: labels, prompt" in capsys.readouterr().out
+    assert ".jsonl: left out next to messages: labels, prompt" in capsys.readouterr().out
 
 
 def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(tmp_path):
