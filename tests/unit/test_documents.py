@@ -172,3 +172,13 @@ def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     assert len(text.split()) <= 700 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 120
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"\[`(\w+)`\]\(recipes/\1\.py\)", text))
+
+
+APART = ("support", "commands", "reference", "troubleshooting", "project", "performance", "reliability", "extending")
+"""Pages that are made, that list messages, and those of the project."""
+
+
+def test_the_pages_for_users_have_16000_words_at_most():
+    pages = {name: len(text.split()) for name, text in TEXTS.items() if name.startswith("docs/")}
+    words = sum(count for name, count in pages.items() if Path(name).stem not in (*APART, "index"))
+    assert words <= 16_000, f"{words} words: say things once"
