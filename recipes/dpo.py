@@ -37,6 +37,7 @@ def main() -> Trainer:
         scripting.ModelArguments,
         defaults={"output_dir": "outputs/dpo"},
         demo=DEMO,
+        adapter_learning_rate=5e-6,
         columns=("prompt", "chosen", "rejected"),
     )
     accelerator = make_accelerator(training)

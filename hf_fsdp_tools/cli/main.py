@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
+
+_LOADING_S = 1.0  # After which a terminal says why nothing is seen yet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.command_line = shlex.join(["hf-fsdp", *words])
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)
+    loading = threading.Timer(_LOADING_S, print, ["hf-fsdp: loading libraries …"], {"file": sys.stderr, "flush": True})
+    loading.daemon = True
+    if sys.stderr.isatty():
+        loading.start()
     try:
         return int(options.run(options) or 0)
     except FSDPToolsError as error:
@@ -58,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        loading.cancel()
     return 0
 
 

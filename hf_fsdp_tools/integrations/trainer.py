@@ -71,7 +71,7 @@ from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, sh
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
+from hf_fsdp_tools.modeling.module_tree import class_name, original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
@@ -80,7 +80,7 @@ from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.sharding import sharded_module
+from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.stores import local_folder
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -129,7 +129,8 @@ class FSDPTrainerMixin(PushingMixin):
         >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
         >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
         >>> trained = trainer.train()
-        {'train_runtime': ...}
+        hf_fsdp_tools: LlamaForCausalLM is sharded in 5 units over 1 rank
+        ...
         >>> trainer.save_model("trained")
     """
 
@@ -299,13 +300,17 @@ class FSDPTrainerMixin(PushingMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), math.inf) if grad_norm is None else grad_norm
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's. A run that had come to its end has nothing left to train."""
+        """As the Trainer's, after one line that the model is sharded. A run that had come to its end trains nothing."""
         if self.state.global_step >= self.state.max_steps:
             if self.args.should_log:
                 done = f"step {self.state.global_step} of {self.state.max_steps}"
                 warn(f"Nothing is left to train: the checkpoint is of {done}.")
             self.control.should_training_stop = True
             return
+        if self.args.should_log and not self._losses:
+            name, sharding, ranks = class_name(base_of(self.model)), sharding_of(self.model), self.args.world_size
+            units = "by FSDP1" if sharding is None else f"in {len(sharding.plan.units)} units"
+            print(f"hf_fsdp_tools: {name} is sharded {units} over {ranks} rank{'s' * (ranks > 1)}")
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -93,6 +93,7 @@ def parse_arguments(
     defaults: Mapping[str, Any] | None = None,
     demo: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
+    adapter_learning_rate: float = 2e-4,
 ) -> tuple[Any, ...]:
     """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
 
@@ -103,9 +104,10 @@ def parse_arguments(
     with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
 
     `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
-    the file names a model. Each name of `columns` ("text", "prompt", …) makes an option (`--prompt_column question`),
-    and `load_splits` gives the user's column the recipe's name. Each process calls it for itself, and the result is the
-    same on all. `TrainingArguments` start the process group.
+    the file names a model. With `--use_peft`, `adapter_learning_rate` holds where nobody gives a learning rate, for
+    adapters want about ten times that of all parameters. Each name of `columns` ("text", "prompt", …) makes an option
+    (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. Each process calls it for
+    itself, and the result is the same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -128,7 +130,10 @@ def parse_arguments(
     recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
-    parsed = parser.parse(_DEMO | dict(demo or {}))
+    for action in parser._actions:
+        if action.dest == "use_peft":
+            action.help = f"{action.help} The learning rate is then {adapter_learning_rate:g}, unless one is given."
+    parsed = parser.parse(_DEMO | dict(demo or {}), {"learning_rate": adapter_learning_rate})
     chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
@@ -183,10 +188,11 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
 
-    def parse(self, demo: dict[str, Any]) -> tuple[Any, ...]:
+    def parse(self, demo: dict[str, Any], adapter: dict[str, Any]) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
 
-        Without a model the values of the demo are defaults, and with early stopping what it needs of the Trainer.
+        Without a model the values of the demo are defaults, with an adapter those for one, and with early stopping what
+        it needs of the Trainer.
         """
         start = _Parser((), allow_abbrev=False, add_help=False)
         start.add_argument("--config", type=Path)
@@ -211,7 +217,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
             raise _unknown(wrong, names)
-        chosen = demo if getattr(values, "model_name_or_path", None) is None else {}
+        chosen = adapter if getattr(values, "use_peft", False) else {}
+        chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
         if getattr(values, "early_stopping_patience", None) is not None:
             chosen = chosen | _EARLY_STOP
         self.set_defaults_with_config(**(chosen | file))

@@ -141,8 +141,11 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
         ({}, "has no quantization_config"),
         ({"quant_method": "quip", "bits": 4}, "weights of quip cannot be kept as stored"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits of gptq (gptq) cannot be kept as stored"),
-        ({"quant_method": "gptq", "desc_act": True}, "4 bits of gptq (gptq, ordered by activation) cannot stay"),
-        ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot stay"),
+        (
+            {"quant_method": "gptq", "desc_act": True},
+            "4 bits of gptq (gptq, ordered by activation) cannot be kept as stored",
+        ),
+        ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot be kept as stored"),
         (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
         (of_group(actorder="group"), "actorder group) cannot be kept as stored"),
     ],

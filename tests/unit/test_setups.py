@@ -153,6 +153,24 @@ def test_the_table_of_recipes_says_what_they_do():
         assert (used or {None}) == {own} or name == "embed", name
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "accelerate-loop"])
+def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, capsys, monkeypatch, tmp_path):
+    """That of the table, which `hf-fsdp config` writes too; also said in the help."""
+    words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--output_dir", str(tmp_path)]
+    rates = [
+        next(
+            each.learning_rate
+            for each in parsed(recipe, [*words, *more], monkeypatch, 8)
+            if hasattr(each, "output_dir")
+        )
+        for more in (["--use_peft"], ["--use_peft", "--learning_rate", "3e-5"], [])
+    ]
+    assert rates[:2] == [RECIPES[recipe].rates[True], 3e-5] and rates[2] not in rates[:1]
+    said = " ".join(run(capsys, recipe, "--help")[1].split())
+    assert re.search(rf"--use_peft .*learning rate {rates[0]:g} unless", said) and "--ema_decay" in said
+    assert "--streams_are_shares" not in said
+
+
 def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeypatch):
     """On a GPU: as `hf-fsdp estimate` says it of the same launch config and options, else why it cannot."""
     words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--max_length", "512", "--use_peft"]
