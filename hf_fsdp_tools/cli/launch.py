@@ -118,8 +118,10 @@ def _help_of(recipe: Path) -> str:
         columns = ", ".join(f"--{name}_column" for name in ast.literal_eval(names))
         lines.append(column("  columns ", f"{columns}: what the dataset calls them (docs/data.md)"))
     (parse,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "parse_arguments")
-    usual = dict(zip((each.arg for each in parse.args.kwonlyargs), parse.args.kw_defaults, strict=True))
-    rate = ast.literal_eval(given.get("adapter_learning_rate") or usual["adapter_learning_rate"])
+    usual = {
+        name.arg: value for name, value in zip(parse.args.kwonlyargs, parse.args.kw_defaults, strict=True) if value
+    }
+    rate = ast.literal_eval(given.get("adapter_learning_rate", usual["adapter_learning_rate"]))
     lines.append(column("  --use_peft ", f"an adapter (LoRA), with learning rate {rate:g} unless one is given"))
     return "\n".join([*lines, "", f"all options (some seconds): hf-fsdp {recipe.stem.replace('_', '-')} --help-all"])
 

@@ -19,7 +19,7 @@ from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
-from hf_fsdp_tools.cli.options import column, examples
+from hf_fsdp_tools.cli.options import SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
@@ -49,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.command_line = shlex.join(["hf-fsdp", *words])
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)
-    loading = threading.Timer(_LOADING_S, print, ["hf-fsdp: loading libraries …"], {"file": sys.stderr, "flush": True})
+    loading = threading.Timer(_LOADING_S, _say_loading)
     loading.daemon = True
+    SHOWN.clear()
     if sys.stderr.isatty():
         loading.start()
     try:
@@ -68,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         loading.cancel()
     return 0
+
+
+def _say_loading() -> None:
+    if not SHOWN.is_set():
+        print("hf-fsdp: loading libraries …", file=sys.stderr, flush=True)
 
 
 class _Formatter(argparse.HelpFormatter):

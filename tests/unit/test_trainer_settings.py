@@ -83,7 +83,13 @@ def test_a_trainer_of_ones_own_is_estimated_as_it_ran(monkeypatch):
     measured = Measured()
     measured.count({"input_ids": torch.zeros(3, 24, dtype=torch.long)})
     found = reporting._estimate(trainer, base, measured)
-    expected = {"batch_size": 3, "max_length": 24, "gradient_accumulation_steps": 2, "num_processes": 4, "lora_r": 4}
+    expected = {
+        "per_device_train_batch_size": 3,
+        "max_length": 24,
+        "gradient_accumulation_steps": 2,
+        "num_processes": 4,
+        "lora_r": 4,
+    }
     expected |= {"lora_dropout": 0.1, "lora_target_modules": ("q_proj", "v_proj"), "loss": "full", "gpu": "h100-80gb"}
     assert expected.items() <= found["setup"].items() and found["peak_gb"] > 0
     args.optim = "no such"
