@@ -33,8 +33,9 @@ to 524 K (Tülu 3: 128 × 4,096))"""
 AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload"))
 DEGREES = ("ep_size", "cp_size", "tp_size")
 _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
+_BATCH = "per_device_train_batch_size"
 SEARCHED = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES,
+    _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES,
     "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
@@ -62,7 +63,7 @@ Priced = tuple[TrainingSetup, Cost]
 
 def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> dict[int, int]:
     """Micro-batches in ascending order, and the accumulation steps that go with each."""
-    batch = setup.per_device_train_batch_size if "per_device_train_batch_size" in fixed else None
+    batch = setup.per_device_train_batch_size if _BATCH in fixed else None
     steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
     if global_batch_size is None:
         rows = max(1, TOKENS // (setup.max_length * setup.rows_per_example)) / setup.rows_at_once
@@ -177,9 +178,8 @@ class Search:
                 if is_bound and (best := self.best()) and bounds[-1] <= rate(*best) * (1 + GAIN):
                     continue
                 try:
-                    one = replace(
-                        base, **more, **chosen, per_device_train_batch_size=batch, gradient_accumulation_steps=steps
-                    )
+                    chosen |= {_BATCH: batch, "gradient_accumulation_steps": steps}
+                    one = replace(base, **more, **chosen)
                 except FSDPToolsError:  # values that do not go together, such as copies and degrees
                     continue
                 if (cost := self.cost(one)) is None:
@@ -252,7 +252,7 @@ class Search:
         """Whether the setting that takes the least memory fits, with other values of what is not searched."""
         try:
             setup = replace(self.setup, **changes)
-            values: dict[str, Any] = {"per_device_train_batch_size": min(batches(setup, self.fixed, None))}
+            values: dict[str, Any] = {_BATCH: min(batches(setup, self.fixed, None))}
             values |= {name: self._values(setup, name)[0] for name in _SHARDING}
             values[AGAIN] = recompute = self._values(setup, AGAIN)[-1]
             on_host = {ON_HOST: recompute, "offload_params": setup.wrapping != "none"}
@@ -317,13 +317,7 @@ class Recommendation(Report):
         memory = f"{show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free (at least "
         on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_processes)
         lines = [
-            (
-                "chosen",
-                setting_words(
-                    {"per_device_train_batch_size": setup.per_device_train_batch_size}
-                    | _changes(setup, TrainingSetup())
-                ),
-            ),
+            ("chosen", setting_words({_BATCH: setup.per_device_train_batch_size} | _changes(setup, TrainingSetup()))),
             ("next best", self.next_best),
             ("breaks", self.breaks),
             ("batch", batch),
@@ -441,7 +435,7 @@ def _model_name(name_or_model: Source) -> str:
 
 def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
-    others = [each for each in search.fitting if _changes(each[0], best).keys() - {"per_device_train_batch_size"}]
+    others = [each for each in search.fitting if _changes(each[0], best).keys() - {_BATCH}]
     if not others:
         return "nothing but other micro-batches" if len(search.fitting) > 1 else "nothing else fits"
     one, price = max(others, key=lambda each: rate(*each))
@@ -453,7 +447,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    for name in ("max_length", *["per_device_train_batch_size"] * ("per_device_train_batch_size" not in search.fixed)):
+    for name in ("max_length", *[_BATCH] * (_BATCH not in search.fixed)):
         changes = {name: 2 * getattr(best, name)}
         price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
@@ -483,12 +477,7 @@ def _cures(search: Search) -> Iterator[str]:
     """Yield changes in words that each make the training fit, the smallest of each kind."""
     setup = search.setup
     lean: dict[str, Any] = {AGAIN: True, "reshard_after_forward": True, "sync_each_batch": True}
-    lean |= {
-        "dp_replicate_size": 1,
-        "per_device_train_batch_size": 1,
-        ON_HOST: True,
-        "offload_params": setup.wrapping != "none",
-    }
+    lean |= {"dp_replicate_size": 1, _BATCH: 1, ON_HOST: True, "offload_params": setup.wrapping != "none"}
     lean = {name: value for name, value in lean.items() if name in search.fixed}
     adapted: dict[str, Any] = {"lora_r": setup.lora_r or 16, "master_dtype": "fp32"}
     kinds: list[list[dict[str, Any]]] = [

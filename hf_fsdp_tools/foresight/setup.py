@@ -65,9 +65,8 @@ class TrainingSetup:
     cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
     tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
-    per_device_train_batch_size: int = (
-        1  #: Sequences per micro-step and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)
-    )
+    per_device_train_batch_size: int = 1
+    """Sequences per micro-step and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)."""
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
     max_length: int = 4096  #: Tokens per sequence
     images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
@@ -136,16 +135,12 @@ class TrainingSetup:
         if not self.dequantize and self.load_in_4bit:
             raise ConfigError("load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one.")
         if not self.dequantize and max(self.tp_size, self.ep_size) > 1:
-            raise ConfigError(
-                "tp_size and ep_size divide no weights that are quantised as stored; leave dequantize=False out."
-            )
+            raise ConfigError("tp_size and ep_size divide no weights quantised as stored; leave dequantize=False out.")
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
         if self.wrapping == "none" and (self.offload_params or max(self.cp_size, self.tp_size, self.ep_size) > 1):
-            raise ConfigError(
-                "offload_params, cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out."
-            )
+            raise ConfigError("offload_params, cp_size, tp_size, ep_size need FSDP; leave them or wrapping='none' out.")
         if self.max_length < self.cp_size:
             raise ConfigError(
                 f"max_length {self.max_length} is shorter than cp_size {self.cp_size}; use fewer GPUs per row."
