@@ -102,11 +102,8 @@ def _help_of(recipe: Path) -> str:
     """The docstring of a recipe and the options that it and this package define, from their source: importing TRL,
     which has all others, takes seconds."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, *_SHARED)]
-    lines = [
-        f"{ast.get_docstring(trees[0])}",
-        "",
-        "options of this recipe, which has those of TRL and transformers too:",
-    ]
+    about = "options of this recipe, which has those of TRL and transformers too:"
+    lines = [f"{ast.get_docstring(trees[0])}", "", about]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     given = {node.arg: node.value for node in nodes if isinstance(node, ast.keyword)}
     options: dict[str, str] = {}

@@ -25,7 +25,8 @@ from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 
-_LOADING_S = 1.0  # After which a terminal says why nothing is seen yet
+_LOADING, _LOADING_S = "hf-fsdp: loading libraries …", 1.0
+"""What a terminal says after so many seconds in which nothing was seen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.command_line = shlex.join(["hf-fsdp", *words])
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)
-    loading = threading.Timer(_LOADING_S, _say_loading)
-    loading.daemon = True
     SHOWN.clear()
+    loading = threading.Timer(_LOADING_S, lambda: SHOWN.is_set() or print(_LOADING, file=sys.stderr, flush=True))
+    loading.daemon = True
     if sys.stderr.isatty():
         loading.start()
     try:
@@ -69,11 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         loading.cancel()
     return 0
-
-
-def _say_loading() -> None:
-    if not SHOWN.is_set():
-        print("hf-fsdp: loading libraries …", file=sys.stderr, flush=True)
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -129,7 +129,7 @@ class FSDPTrainerMixin(PushingMixin):
         >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
         >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
         >>> trained = trainer.train()
-        hf_fsdp_tools: LlamaForCausalLM is sharded in 5 units over 1 rank
+        hf_fsdp_tools: LlamaForCausalLM, 5 units, is trained over 1 rank, by FSDP2
         ...
         >>> trainer.save_model("trained")
     """
@@ -308,9 +308,10 @@ class FSDPTrainerMixin(PushingMixin):
             self.control.should_training_stop = True
             return
         if self.args.should_log and not self._losses:
-            name, sharding, ranks = class_name(base_of(self.model)), sharding_of(self.model), self.args.world_size
-            units = "by FSDP1" if sharding is None else f"in {len(sharding.plan.units)} units"
-            print(f"hf_fsdp_tools: {name} is sharded {units} over {ranks} rank{'s' * (ranks > 1)}")
+            sharding, ranks = sharding_of(self.model), self.args.world_size
+            units = f", {len(sharding.plan.units)} units" if sharding is not None else ""
+            over = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
+            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units}, is trained {over}")
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

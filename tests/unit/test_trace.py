@@ -322,7 +322,7 @@ def test_a_loss_in_chunks_never_holds_all_logits():
         ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit quantises a plain base"),
         (
             {"lora_r": 4, "tp_size": 2, "num_processes": 2},
-            "tp_size and ep_size divide no weights that are quantised as stored",
+            "tp_size and ep_size divide no weights quantised as stored",
         ),
         ({"lora_r": 4}, "LlamaForCausalLM has no quantization_config"),
     ],
