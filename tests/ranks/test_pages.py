@@ -109,7 +109,8 @@ def one_block(title: str, folder: Path, url: str) -> None:
     place = folder / re.sub(r"\W+", "-", title)
     place.mkdir()
     os.chdir(place)
-    exec(compile(code, title, "exec"), {}, Given(code, folder, url))
+    bodies = {"TrainerSettings": TrainerSettings}  # that of a class does not see what is given
+    exec(compile(code, title, "exec"), bodies, Given(code, folder, url))
     for saved, file in LEAVES.items():
         assert f'"{saved}"' not in code or Path(saved, file).exists(), f"{title} leaves no {saved}/{file}"
 
