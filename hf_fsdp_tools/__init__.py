@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.errors import ConfigError as ConfigError
     from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
     from hf_fsdp_tools.errors import RanksError as RanksError
-    from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
     from hf_fsdp_tools.extensions.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.extensions.muon.muon import Muon as Muon
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.integrations.plugin import FSDPPlugin as FSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
+    from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings as TrainerSettings
     from hf_fsdp_tools.loading.vocabulary import resize_token_embeddings as resize_token_embeddings
     from hf_fsdp_tools.planning.policy import WrapPolicy as WrapPolicy
     from hf_fsdp_tools.pretrained import from_config as from_config
@@ -52,7 +52,7 @@ _NAMES_OF = {
     "diagnostics.diagnosis": ("diagnose",),
     "distributed.mesh": ("ParallelDims",),
     "distributed.rounds": ("rank_timeout",),
-    "errors": ("CheckpointError", "ConfigError", "FSDPToolsError", "RanksError", "WrapPlanError"),
+    "errors": ("CheckpointError", "ConfigError", "FSDPToolsError", "RanksError"),
     "foresight.memory": ("estimate_memory",),
     "foresight.recommend": ("recommend_config",),
     "foresight.setup": ("TrainingSetup",),
@@ -61,6 +61,7 @@ _NAMES_OF = {
     "integrations.plugin": ("FSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),
+    "integrations.trainer_settings": ("TrainerSettings",),
     "loading.vocabulary": ("resize_token_embeddings",),
     "planning.policy": ("WrapPolicy",),
     "pretrained": ("from_config", "from_pretrained"),

@@ -1,5 +1,7 @@
 """This machine's accelerator: CUDA, ROCm, XPU or NPU, all through `torch.accelerator`."""
 
+import resource
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
@@ -52,6 +54,14 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return min(limits)
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had: on its accelerator, or on a CPU of the process."""
+    if find_accelerator() is not None:
+        return int(torch.accelerator.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def free_bytes(device_type: str) -> int:
     """Bytes that this process can still get on its current device of that kind, with what PyTorch keeps for later.
 
@@ -69,7 +79,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SideStream:
-    """A stream of one device beside the stream that the program computes on, and the memory that its copies need.
+    """A stream of one device next to the stream that the program computes on, and the memory that its copies need.
 
     What is queued runs in order, and the host goes on at once. Any thread may queue, after it has called `enter`.
     """

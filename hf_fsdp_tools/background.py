@@ -163,7 +163,7 @@ def _at_exit() -> None:
 
 def _print(report: SaveReport) -> None:
     num_bytes, copied = show_bytes(report.total_bytes), show_bytes(report.copied_bytes)
-    # Beside the bars of a training, which a plain print would tear.
+    # Next to the bars of a training, which a plain print would tear.
     tqdm.write(
         f"Saved {report.folder}: {num_bytes} in {report.seconds:.1f} s, of which training paused "
         f"{report.pause_seconds:.2f} s for a copy ({copied} on rank 0).",

@@ -95,7 +95,7 @@ def from_pretrained(
             over all processes.
         distributed_config: transformers' `DistributedConfig`, or a dict of its arguments: `tp_size`, `ep_size`,
             `fsdp_size` and `dp_replicate_size` in place of `mesh`; and the rules `tp_plan`, `ep_plan` and
-            `ep_implementation` (see `parallelize_model`), which hold beside a mesh, or that of the accelerator, too.
+            `ep_implementation` (see `parallelize_model`), which hold with a mesh, or that of the accelerator, too.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
         dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
@@ -295,7 +295,7 @@ def _layout(distributed_config: Any, mesh: Any) -> tuple[dict[str, Any], DeviceM
 
 
 def _given_settings(mp_policy: Any, offload_policy: Any, activation_checkpointing: Any) -> dict[str, Any]:
-    """The settings that are given beside an accelerator, in whose place they hold."""
+    """The settings that are given next to an accelerator, in whose place they hold."""
     recompute = as_recompute(activation_checkpointing)
     given = {
         "mp_policy": as_mp_policy(mp_policy),

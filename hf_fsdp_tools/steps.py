@@ -1,5 +1,6 @@
 """The steps of `from_pretrained` one by one, and what they look at: for scripts that want something else in between."""
 
+from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.modeling.meta import build_meta_model
@@ -10,6 +11,7 @@ from hf_fsdp_tools.sharding.shard import parallelize_model, shard_model
 
 __all__ = [
     "WrapPlan",
+    "WrapPlanError",
     "build_meta_model",
     "detect_blocks",
     "load_weights",

@@ -36,13 +36,13 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".pkl")
 """How names of files end whose bytes are read by ranges; among them all that a training state has for each rank."""
 
 _WHOLE = (".json", ".jinja", ".txt", ".model", ".py", ".metadata")
-"""How names of files end that are fetched whole, beside those of an adapter (`adapter_model.*`), which PEFT reads."""
+"""How names of files end that are fetched whole, next to those of an adapter (`adapter_model.*`), which PEFT reads."""
 
 _MOST_WHOLE_BYTES = 10**9
 """Bytes of the largest file that is fetched whole: an adapter of a large model. (assumed)"""
 
 _BLOCK_BYTES = 16 * 2**20
-"""Bytes that one request writes, which are held until it is done; S3 takes no fewer than 5 MiB. (assumed)"""
+"""Bytes that one request writes, which are kept until it is done; S3 takes no fewer than 5 MiB. (assumed)"""
 
 _MOST_HEADER_BYTES = 10**8
 """Bytes of the largest header that safetensors opens."""
@@ -351,7 +351,7 @@ def stub_of(url: str) -> Path:
 
 
 def _remove(stub: Path) -> None:
-    """Remove a stub of what is no longer there; who still holds it is told that its files are gone."""
+    """Remove a stub of what is no longer there; who still holds it is answered that its files are gone."""
     folder = _root() / stub.relative_to(_root()).parts[0]
     for file in [file for file in [*_objects] if file.is_relative_to(folder)]:
         del _objects[file]

@@ -1,7 +1,7 @@
 """For whoever launches ranks in own tests: one function on several real ranks, which are processes over a file store,
 with no ports and no launcher.
 
-On the CPU (gloo) or, where a test asks for it, each rank on a GPU of its own (NCCL, with gloo beside it):
+On the CPU (gloo) or, where a test asks for it, each rank on a GPU of its own (NCCL, with gloo next to it):
 
     from hf_fsdp_tools.testing import run_ranks
 

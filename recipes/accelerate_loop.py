@@ -7,7 +7,7 @@ or two on 2 CPU processes. On a machine's GPUs, on eight, and with a model and t
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/accelerate_loop.py \
         --model_name_or_path NAME --dataset_name text.jsonl --max_length 4096 --per_device_train_batch_size 1
 
-`hf-fsdp estimate NAME --recipe accelerate-loop …` predicts memory and time: this loop makes whole logits.
+`hf-fsdp estimate NAME --recipe accelerate-loop …` predicts memory and time: this loop makes full logits.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ from trl import ScriptArguments
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
-"""The learning rate is usual for such a head; by the task type PEFT trains and saves it beside the adapter."""
+"""The learning rate is usual for such a head; by the task type PEFT trains and saves it next to the adapter."""
 
 DEMO = {"num_train_epochs": 2, "learning_rate": 1e-3, "max_length": 192}
 

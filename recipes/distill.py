@@ -45,6 +45,7 @@ def main() -> Trainer:
         scripting.ModelArguments,
         defaults=DEFAULTS,
         demo=DEMO,
+        adapter_learning_rate=1e-5,
         columns=("prompt",),
     )
     accelerator = make_accelerator(training)

@@ -37,6 +37,7 @@ def main() -> Trainer:
         scripting.ModelArguments,
         defaults={"output_dir": "outputs/dpo"},
         demo=DEMO,
+        adapter_learning_rate=5e-6,
         columns=("prompt", "chosen", "rejected"),
     )
     accelerator = make_accelerator(training)
@@ -67,7 +68,7 @@ def main() -> Trainer:
         peft_config=adapter,
     )
     if training.precompute_ref_log_probs:
-        trainer.ref_model = reference = None  # its values are beside the data set now
+        trainer.ref_model = reference = None  # its values are next to the data set now
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
@@ -81,7 +82,7 @@ def check_preferences(script: ScriptArguments, training: DPOConfig, data: datase
     """Refuse what no preference can be learnt from, and values of the reference that could be written nowhere."""
     if training.precompute_ref_log_probs and script.dataset_streaming:
         raise ConfigError(
-            "--precompute_ref_log_probs writes its values beside the data set, and --dataset_streaming has none on "
+            "--precompute_ref_log_probs writes its values next to the data set, and --dataset_streaming has none on "
             "disk. Leave one of them out."
         )
     if all(row["chosen"] == row["rejected"] for row in data.take(100)):

@@ -10,7 +10,7 @@ processes the right lines of 51 are found first for 13 % of the held-out ones be
         --model_name_or_path Qwen/Qwen3-Embedding-8B --dataset_name sentence-transformers/gooaq \
         --learning_rate 1e-5 --per_device_train_batch_size 64
 
-Each text is told apart from those of all processes (`MultipleNegativesRankingLoss(gather_across_devices=True)`), as if
+Each text is compared with those of all processes (`MultipleNegativesRankingLoss(gather_across_devices=True)`), as if
 one process had them all. A model with `modules.json` keeps its pooling; any other gets the mean of its tokens. What is
 saved opens with `SentenceTransformer(folder)`. `hf-fsdp estimate NAME --recipe embed …` predicts memory. Every option
 of SentenceTransformerTrainingArguments works. Rows have two columns or more, in this order: a text, one that belongs

@@ -48,6 +48,7 @@ def main() -> Trainer:
         scripting.ModelArguments,
         defaults={"output_dir": "outputs/grpo"},
         demo=DEMO,
+        adapter_learning_rate=1e-5,
         columns=("prompt",),
     )
     accelerator = make_accelerator(training)

@@ -13,7 +13,7 @@ model of your own on one GPU with LoRA, and on eight GPUs with all weights:
 `hf-fsdp estimate NAME --recipe reward --per-device-train-batch-size 2 …` predicts memory and time for two pairs. Every
 option of TRL's RewardConfig works. Rows have `prompt`, `chosen` and `rejected`, text or turns of a chat; without
 `prompt`, it stands in both answers. Pairs longer than `--max_length` are left out. With LoRA the head is trained too,
-and saved beside the adapter.
+and saved next to the adapter.
 """
 
 from transformers import AutoModelForSequenceClassification
@@ -22,7 +22,7 @@ from trl import RewardConfig, RewardTrainer, ScriptArguments
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/reward", "lora_task_type": "SEQ_CLS"}
-"""The task type by which PEFT trains and saves the new head beside the adapter."""
+"""The task type by which PEFT trains and saves the new head next to the adapter."""
 
 DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 512}
 

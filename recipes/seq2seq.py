@@ -67,6 +67,7 @@ def main() -> Trainer:
         scripting.ModelArguments,
         defaults=DEFAULTS,
         demo=DEMO,
+        adapter_learning_rate=5e-4,
         columns=("prompt", "completion"),
     )
     for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'

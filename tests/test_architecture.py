@@ -26,7 +26,7 @@ CORE = (
 )  # fmt: skip
 """What runs without the rooms below, `extensions/` first of all."""
 
-ROOMS = (*CORE, "extensions", "foresight", "plots", "proof", "integrations", "scripting", "cli", "testing", "__main__")
+ROOMS = (*CORE, "extensions", "foresight", "plots", "proof", "scripting", "integrations", "cli", "testing", "__main__")
 """In the order in which they may import: each only rooms above it."""
 
 NEVER = (
@@ -39,17 +39,17 @@ NEVER = (
 BUDGET = {
     "": (110, 100, 1, 0),
     "__main__": (10, 10, 1, 0),
-    "accelerator": (160, 120, 1, 0),
+    "accelerator": (170, 125, 1, 0),
     "background": (175, 135, 1, 1),
-    "cli": (1785, 1655, 10, 0),
+    "cli": (1800, 1670, 10, 0),
     "diagnostics": (990, 870, 5, 1),
     "distributed": (1885, 1545, 9, 2),
     "doors": (35, 30, 1, 0),
-    "errors": (150, 65, 1, 5),
+    "errors": (150, 65, 1, 4),
     "extensions": (3480, 2930, 18, 2),
-    "foresight": (4025, 3590, 21, 4),
+    "foresight": (4030, 3600, 21, 4),
     "hub": (175, 145, 1, 0),
-    "integrations": (5090, 4370, 20, 4),
+    "integrations": (5290, 4540, 22, 5),
     "loading": (6460, 5455, 31, 3),
     "modeling": (3090, 2640, 15, 1),
     "planning": (1535, 1245, 9, 4),
@@ -57,7 +57,7 @@ BUDGET = {
     "pretrained": (405, 290, 1, 2),
     "proof": (1655, 1475, 7, 0),
     "saving": (2735, 2285, 14, 2),
-    "scripting": (2660, 2245, 12, 12),
+    "scripting": (2635, 2220, 12, 12),
     "sharding": (4810, 3990, 22, 8),
     "steps": (25, 20, 1, 0),
     "stores": (500, 440, 1, 0),
@@ -235,7 +235,8 @@ def test_the_environment_is_read_in_two_places():
     assert readers <= {"distributed", "integrations", "scripting", "testing"}  # the last two set it
 
 
-def test_the_front_door_lists_real_names():
+def test_the_front_door_lists_real_names_and_few():
+    assert len(hf_fsdp_tools.__all__) <= 32
     for name in hf_fsdp_tools.__all__:
         assert getattr(hf_fsdp_tools, name).__name__ == name
     with pytest.raises(AttributeError, match="from_pretrained"):

@@ -92,12 +92,12 @@ def _print(report: "SaveReport", options: argparse.Namespace) -> None:
     names = (path.name for path in Path(report.folder).iterdir() if not path.name.startswith("."))
     other_files = sorted(set(names) - set(report.files))
     if options.json:
-        print(json.dumps(asdict(report) | {"source": options.source, "beside": other_files}, indent=1))
+        print(json.dumps(asdict(report) | {"source": options.source, "other_files": other_files}, indent=1))
         return
     count = len(report.files)
     speed = f", {report.total_bytes / report.seconds / 1e9:.2f} GB/s" if report.total_bytes > 1e8 else ""
     print(f"wrote   {report.folder}  ({count} weight file{'s' * (count != 1)}, {show_bytes(report.total_bytes)})")
-    print(f"beside  {', '.join(other_files)}")
+    print(f"also    {', '.join(other_files)}")
     if report.requantized:
         print(f"again   {report.error_of_quantizing()}")
     print(f"took    {report.seconds:.1f} s{speed}")

@@ -18,8 +18,10 @@ from hf_fsdp_tools.cli.options import ANY_ADDRESS, column, decide
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-_ARGUMENTS = Path(__file__).parents[1] / "scripting" / "arguments.py"
-"""Has the options that all recipes share."""
+_SHARED = tuple(
+    Path(__file__).parents[1] / name for name in ("scripting/arguments.py", "integrations/trainer_settings.py")
+)
+"""Have the options that all recipes share."""
 
 _HELP = """\
 usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE ...]
@@ -99,35 +101,40 @@ def cpu_words(config: Any) -> list[str]:
 def _help_of(recipe: Path) -> str:
     """The docstring of a recipe and the options that it and this package define, from their source: importing TRL,
     which has all others, takes seconds."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, _ARGUMENTS)]
-    lines = [
-        f"{ast.get_docstring(trees[0])}",
-        "",
-        "options of this recipe, which has those of TRL and transformers too:",
-    ]
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(each) == "dataclass" for each in node.decorator_list):
-                lines += _options_of(node)
-            elif isinstance(node, ast.keyword) and node.arg == "columns" and isinstance(node.value, ast.Tuple):
-                names = ", ".join(f"--{name}_column" for name in ast.literal_eval(node.value))
-                lines.append(column("  columns ", f"{names}: what the dataset calls them (docs/data.md)"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, *_SHARED)]
+    about = "options of this recipe, which has those of TRL and transformers too:"
+    lines = [f"{ast.get_docstring(trees[0])}", "", about]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    given = {node.arg: node.value for node in nodes if isinstance(node, ast.keyword)}
+    options: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(each) == "dataclass" for each in node.decorator_list):
+            options = _options_of(node) | options  # the first that names one knows whether it is an option
+    lines += filter(None, options.values())
+    if isinstance(names := given.get("columns"), ast.Tuple):
+        columns = ", ".join(f"--{name}_column" for name in ast.literal_eval(names))
+        lines.append(column("  columns ", f"{columns}: what the dataset calls them (docs/data.md)"))
+    (parse,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "parse_arguments")
+    usual = {
+        name.arg: value for name, value in zip(parse.args.kwonlyargs, parse.args.kw_defaults, strict=True) if value
+    }
+    rate = ast.literal_eval(given.get("adapter_learning_rate", usual["adapter_learning_rate"]))
+    lines.append(column("  --use_peft ", f"an adapter (LoRA), with learning rate {rate:g} unless one is given"))
     return "\n".join([*lines, "", f"all options (some seconds): hf-fsdp {recipe.stem.replace('_', '-')} --help-all"])
 
 
-def _options_of(node: ast.ClassDef) -> list[str]:
-    """A line for each field of a dataclass that is an option."""
-    lines = []
+def _options_of(node: ast.ClassDef) -> dict[str, str]:
+    """A line for each field of a dataclass, by its name; "" for one that is no option."""
+    lines = {}
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             given: dict[str, Any] = {"default": line.value}
             if isinstance(line.value, ast.Call):
                 given = {each.arg: each.value for each in line.value.keywords if each.arg is not None}
-            if "init" in given:
-                continue
             about = ast.literal_eval(given["metadata"])["help"] if "metadata" in given else ""
             default = ast.unparse(given["default"]) if given.get("default") is not None else "None"
-            lines.append(column(f"  --{line.target.id} ", f"{about} (default: {default})".strip()))
+            text = column(f"  --{line.target.id} ", f"{about} (default: {default})".strip())
+            lines[line.target.id] = "" if "init" in given else text
     return lines
 
 
@@ -148,7 +155,7 @@ def named_config(name: str) -> Path:
 
 def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
     """The words of a recipe with the file of a model's options that comes with the package in place of its name; the
-    launch config beside it is taken unless the command line has another, or says where to run."""
+    launch config next to it is taken unless the command line has another, or says where to run."""
     place = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
     if place is None:
         return words

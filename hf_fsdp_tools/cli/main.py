@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,11 +19,14 @@ from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
-from hf_fsdp_tools.cli.options import column, examples
+from hf_fsdp_tools.cli.options import SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
+
+_LOADING, _LOADING_S = "hf-fsdp: loading libraries …", 1.0
+"""What a terminal says after so many seconds in which nothing was seen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.command_line = shlex.join(["hf-fsdp", *words])
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)
+    SHOWN.clear()
+    loading = threading.Timer(_LOADING_S, lambda: SHOWN.is_set() or print(_LOADING, file=sys.stderr, flush=True))
+    loading.daemon = True
+    if sys.stderr.isatty():
+        loading.start()
     try:
         return int(options.run(options) or 0)
     except FSDPToolsError as error:
@@ -58,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        loading.cancel()
     return 0
 
 

@@ -29,7 +29,7 @@ class Job:
     launch: Sequence[str]
     """Words of the launch command on one machine, which name the launch file."""
     path: Path
-    """The launch file, beside which the template's file lies."""
+    """The launch file, next to which the template's file lies."""
     text: str
     """What the launch file holds."""
     command: str
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A name that is also one of a host: the recipe and the launch file."""
+        """A name that a machine can have too: the recipe and the launch file."""
         return f"{self.kind}-{re.sub('[^a-z0-9]+', '-', self.path.stem.lower()).strip('-') or 'run'}"[:50].rstrip("-")
 
     @property
@@ -82,7 +82,7 @@ class Template:
     """The command that starts `{file}`."""
 
     def path(self, launch_file: Path) -> Path:
-        """Where the file lies: beside the launch file."""
+        """Where the file lies: next to the launch file."""
         return launch_file.with_suffix(self.suffix)
 
     def start_command(self, launch_file: Path) -> str:

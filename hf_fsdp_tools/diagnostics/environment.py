@@ -198,7 +198,7 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
             code="one-connection",
             severity="warning",
             fact="CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's tensor parallelism wants it: FSDP's gathers then "
-            "wait for computation instead of running beside it.",
+            "wait for computation instead of running at the same time.",
             cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
 

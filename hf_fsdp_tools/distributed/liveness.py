@@ -92,7 +92,7 @@ class StoreClient:
         return self._thread is not threading.current_thread()
 
     def _run(self) -> None:
-        """Ask and tell, until the rank is in no call and all have been told so: the thread holds the store."""
+        """Ask and tell, until the rank is in no call and all know so: the thread holds the store."""
         told_s = time.monotonic()
         while True:
             with suppress(Empty):
@@ -133,7 +133,7 @@ class Lookout:
     def __init__(self, store: StoreClient, path: str, ranks: Sequence[int], rank: int) -> None:
         self._store, self._path, self._ranks, self._rank = store, path, ranks, rank
         self._who: dict[int, tuple[str, int]] = {}
-        """The machine and the process of each rank that has told."""
+        """The machine and the process of each rank that has said it."""
         self._seen: dict[tuple[str, int], tuple[Any, float]] = {}
         self._waiting: dict[int, tuple[str, int]] = {}
         self._looked_s, self._clock_s, self._warn_s = time.monotonic(), 0.0, _WARN_S

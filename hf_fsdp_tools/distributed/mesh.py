@@ -42,10 +42,10 @@ class ParallelDims:
     """Number of replicas of the model; above 1 this is HSDP."""
 
     dp_shard_size: int | None = None
-    """Number of processes over which each copy is sharded, beside the other degrees; None means all that they leave."""
+    """Processes over which each replica is sharded, apart from the other degrees; None means all that they leave."""
 
     cp_size: int = 1
-    """Number of processes that share the rows of a batch, each with a part of every sequence; a copy is sharded over
+    """Number of processes that divide every sequence of a batch among them; a copy is sharded over
     `dp_shard_size` x `cp_size` processes."""
 
     tp_size: int = 1
@@ -61,8 +61,8 @@ class ParallelDims:
                 raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
         if self.ep_size > 1 and self.ep_size % self.ranks_per_row:
             raise MeshError(
-                f"ep_size {self.ep_size} is no multiple of cp_size {self.cp_size} x tp_size {self.tp_size}: ranks that "
-                "share rows share the experts too. Use a multiple, or 1."
+                f"ep_size {self.ep_size} is no multiple of cp_size {self.cp_size} x tp_size {self.tp_size}: ranks with "
+                "the same rows share the experts too. Use a multiple, or 1."
             )
 
     @property
@@ -172,7 +172,7 @@ _COPIES = ("dp_replicate", "replicate")
 _SHARDS = ("dp_shard", "shard", "fsdp", "dp_shard_cp", "dp_shard_mod_ep", "dp_shard_in_ep")
 """Names of axes over which weights are sharded."""
 _PARALLEL = ("cp", "tp")
-"""Names of axes whose ranks share rows, and layers."""
+"""Names of axes whose ranks have the same rows, and layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class Axes:
     shards: DeviceMesh
     """The ranks over which weights are sharded: one axis, or (replicate, shard)."""
     rows: DeviceMesh | None = None
-    """The ranks that share rows, each with a part of every sequence (`cp`); a part of `shards`."""
+    """The ranks with the same rows, each with a part of every sequence (`cp`); a part of `shards`."""
     layers: DeviceMesh | None = None
     """The ranks that share layers (`tp`); with `experts`, of a mesh without `tp`, this rank alone."""
     experts: DeviceMesh | None = None
@@ -264,12 +264,12 @@ def rank_on_node(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
 
 def gpus_are_hidden() -> bool:
-    """Whether this process was told to leave GPUs alone, as `accelerate launch` tells it with `gpu_ids: ''`."""
+    """Whether this process is set to leave GPUs alone, as `accelerate launch` tells it with `gpu_ids: ''`."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
 def streams_are_serialized() -> bool:
-    """Whether CUDA was told to use one queue for all streams, so that communication waits for computation."""
+    """Whether CUDA is set to use one queue for all streams, so that communication waits for computation."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -334,7 +334,7 @@ def _set_device(device_type: str) -> torch.device:
 
 def loopback_advice() -> str:
     """What to set where the machine's name, whose address gloo tells other machines, leads to the machine itself, as
-    Debian and its descendants write it into /etc/hosts; "" on one machine and where `GLOO_SOCKET_IFNAME` is set."""
+    Debian and its descendants write it into `/etc/hosts`; "" on one machine and where `GLOO_SOCKET_IFNAME` is set."""
     if world_size(os.environ) <= rank_on_node()[1] or os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
     try:

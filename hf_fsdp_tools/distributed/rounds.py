@@ -287,7 +287,7 @@ def _store_errors() -> Iterator[None]:
 # ---- the rounds of a thread ----
 
 rounds_of_thread: ContextVar[Rounds | None] = ContextVar("rounds_of_thread", default=None)
-"""What a thread beside the main one has set, so that `agreed` and all that builds on it use these rounds there."""
+"""What a thread next to the main one has set, so that `agreed` and all that builds on it use these rounds there."""
 
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...] | str, Rounds]] = WeakKeyDictionary()
 
@@ -314,7 +314,7 @@ def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
 
 
 def rounds_apart() -> Rounds | None:
-    """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above."""
+    """Rounds of all ranks for a thread next to the main one, which may go on when the group is over; None as above."""
     if (rounds := rounds_of()) is None:
         return None
     of_group = _made[dist.group.WORLD]

@@ -168,7 +168,7 @@ def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 def replica_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """(index, number) of this rank's replica of its part of a tensor; None where its part is left to other ranks.
 
-    Of a plain tensor, rank 0 has the only replica. A mesh cut out of a larger mesh (FSDP's, beside tensor parallelism)
+    Of a plain tensor, rank 0 has the only replica. A mesh cut out of a larger mesh (FSDP's, next to tensor parallelism)
     is repeated along the axes that it lacks; only the repetition with the larger mesh's first rank counts.
     """
     if isinstance(tensor, LocalBoxes):

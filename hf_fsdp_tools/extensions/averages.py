@@ -1,4 +1,4 @@
-"""Moving averages of a model's trained parameters, as shards beside them."""
+"""Moving averages of a model's trained parameters, as shards next to them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +28,9 @@ class ParameterEMA:
         with ema.applied():                             # the model is the averages
             save_pretrained(model, "out/ema")
 
-    Each rank averages its own shards, so nothing is communicated, and averages are those of one process bit for bit. Of
-    a model with adapters only these are averaged. A `Trainer` with `FSDPTrainerMixin` does all of this by `ema_decay`.
+    Each rank averages its own shards, so nothing is communicated, and averages are those of a single process bit for
+    bit. In a model with adapters only these are averaged. A `Trainer` with `FSDPTrainerMixin` does all of this by
+    `TrainerSettings(ema_decay=…)`.
 
     Args:
         model: sharded or plain, with its weights loaded. Its parameters of this moment are the first averages.

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share rows, each with a part of every sequence.
+"""Context parallelism: the ranks of a group have the same rows, each with a part of every sequence.
 
 Up to the first block the model's own code runs on whole rows, so embeddings, rotary angles and masks of every kind
 (causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. Attention is
@@ -73,7 +73,7 @@ class Rows:
     reached_blocks: bool = False
     """Whether the first block was run."""
     joins_outputs: bool = False
-    """Whether outputs are those of whole rows beside a loss too."""
+    """Whether outputs are those of whole rows next to a loss too."""
     kept: int | torch.Tensor = 0
     """Which tokens are to have logits: so many last ones, these, or all (0)."""
     angles_follow_length: bool = False
@@ -82,7 +82,7 @@ class Rows:
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """A copied model shares rows in the same group, which cannot be copied."""
+        """A copied model has its rows in the same group, which cannot be copied."""
         return copy(self)
 
     @property
@@ -175,7 +175,7 @@ def _tried(model: nn.Module, size: int) -> str:
 
 
 class ContextParallel(Feature):
-    """The ranks of a mesh with one axis share the rows of a model.
+    """The ranks of a mesh with one axis have the same rows of a model.
 
     In each forward pass without a cache, all must give the same rows. In every block, forward and backward, 4
     all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs.
@@ -230,7 +230,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
 
 
 def whole_outputs(model: nn.Module) -> AbstractContextManager[None]:
-    """A block in which a model gives the outputs of whole rows beside a loss too, which take more memory."""
+    """A block in which a model gives the outputs of whole rows next to a loss too, which take more memory."""
     found = (rows for module in model.modules() if (rows := note_of(module).rows) is not None)
     return replaced(next(found, Rows(None, 0, 1)), joins_outputs=True)
 
@@ -483,7 +483,7 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, rows: Rows)
 
 
 def _after_model(model: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
-    """Let every rank of the group see the outputs and the loss of whole rows; beside a loss, not logits."""
+    """Let every rank of the group see the outputs and the loss of whole rows; next to a loss, not logits."""
     if not rows.is_cut:
         return output
     has_labels, rows.labels = rows.labels is not None, None

@@ -127,7 +127,7 @@ def _is_adapter(node: ModuleNode) -> bool:
 
 
 def _is_router(node: ModuleNode) -> bool:
-    """Whether a layer has one row for each of the experts beside it."""
+    """Whether a layer has one row for each of the experts next to it."""
     rows = node.module.out_features
     beside = [child for child in (node.parent.children if node.parent else ()) if child is not node]
     return any(
@@ -227,7 +227,7 @@ class _Scales:
             self._compute()
 
     def renew(self) -> None:
-        """Renew the scales where an optimizer has stepped; what gathers may run beside a forward pass of the model."""
+        """Renew the scales where an optimizer has stepped; what gathers may run during a forward pass of the model."""
         if self.seen != _steps:
             self._compute()
 
@@ -260,7 +260,7 @@ class Float8(Feature):
                 "tp_size and ep_size 1."
             )
         if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
-            raise ConfigError(f"FP8 beside {policy.param_dtype} is not part of this package. Use bf16 beside it.")
+            raise ConfigError(f"FP8 with {policy.param_dtype} is not part of this package. Use bf16 with it.")
         partly = [unit for unit in sharding.plan.units if type(unit.reshard_after_forward) is int]
         config = float8_config(policy, sharding.mesh.device_type)
         if config.enable_fsdp_float8_all_gather and partly:

@@ -198,7 +198,9 @@ def _refuse_undividable(model: Any, what: str) -> None:
     if ALL_PARALLEL_STYLES is None:
         raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
     if packed_parameters(model):
-        raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
+        raise ConfigError(
+            f"{what} cannot divide weights that are quantised as stored. Use dequantize=True, or FSDP2 alone."
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()) or _is_divided(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
     if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:

@@ -12,10 +12,10 @@ import torch
 Stream = Literal[
     "compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "exchange", "activations"
 ]
-"""The streams of FSDP2 (`FSDPCommContext` in torch), CPU offload, what GPUs that share rows, layers or experts
+"""The streams of FSDP2 (`FSDPCommContext` in torch), CPU offload, what GPUs that have rows, layers or experts
 exchange, for which their computation waits, and the copies of blocks' inputs to the host and back."""
 Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
-"""Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; that share rows (`cp_size`),
+"""Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; with the same rows (`cp_size`),
 layers (`tp_size`) or experts (`ep_size`)."""
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing recomputes belongs to the backward pass."""
@@ -71,7 +71,7 @@ class Work:
     axis: Axis = "shard"  # Which ranks take part in a collective
     model_flops: float = 0.0
     """By the usual count of a model's operations (PaLM, appendix B): attention in full also where it is causal, its
-    backward pass twice its forward pass, and nothing that is computed again."""
+    backward pass twice its forward pass, and nothing that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)

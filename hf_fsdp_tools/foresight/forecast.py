@@ -37,12 +37,12 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trus
 _NOT_TRACED = (
     "num_processes", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
-    "offload", "expandable_segments",
+    "offload_params", "expandable_segments",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 _NOT_BUILT = (
-    *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
-    *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
+    *_NOT_TRACED, "per_device_train_batch_size", "rows_per_example", "frozen_models", "images", "image_size",
+    "activation_checkpointing", *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 _MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large model take tens of MB. (assumed)
@@ -52,7 +52,7 @@ _MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large mo
 class Report:
     """What is estimated of a training, which `print` and `to_json` show."""
 
-    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has beside the fields
+    _derived: ClassVar[tuple[str, ...]] = ()  # What JSON has next to the fields
 
     def to_json(self) -> str:
         """All of it as JSON text: fields and what follows from them, sizes in bytes; null is what is not estimated."""
@@ -93,11 +93,11 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
         loss = setup.loss or ("chunked" if predicts_words(model) else "full")
         kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
-        plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
+        plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
         held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
         return model, plan, loss, sum(each.nbytes for some in held for each in some), {}
 
-    own = key(source, (*_NOT_TRACED, "batch_size", "rows_per_example"))
+    own = key(source, (*_NOT_TRACED, "per_device_train_batch_size", "rows_per_example"))
     model, plan, loss, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
     setup = replace(setup, loss=loss)
     trace = _trace_of(model, plan, setup, traces)
@@ -111,7 +111,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
 def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, traces: dict[int, Trace]) -> Trace:
     """The trace of a micro-step. Where two of other numbers of rows are known, all sizes lie on the lines through
     theirs: from two rows on, and from where a piece of logits does not grow."""
-    rows = setup.batch_size * setup.rows_per_example
+    rows = setup.per_device_train_batch_size * setup.rows_per_example
     if rows in traces:
         return traces[rows]
     least = max(2, -(-TOKENS * setup.cp_size // setup.max_length))
@@ -120,7 +120,7 @@ def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, traces: di
         few, more = known[0], known[-1]
         if (grown := traces[few].grown(traces[more], rows - few, more - few)) is not None:
             return grown
-    traces[rows] = trace_model(model, plan, replace(setup, batch_size=rows))
+    traces[rows] = trace_model(model, plan, replace(setup, per_device_train_batch_size=rows))
     return traces[rows]
 
 
@@ -187,7 +187,7 @@ def _built(source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup,
     config = load_config(source, **hub)
     if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
         raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
-    dtype = DTYPES[setup.precision]
+    dtype = DTYPES[setup.mixed_precision]
     options: dict[str, Any] = {"dtype": DTYPES[setup.master_dtype] if setup.lora_r is None else dtype}
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options["attn_implementation"] = "eager"

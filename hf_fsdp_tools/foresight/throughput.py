@@ -38,7 +38,7 @@ _PARTS = {
     "host": "waiting for launches",
     "slowest GPU": "waiting for the slowest GPU",
 }
-_SHARED = "times of GPUs that share rows, layers or experts were not compared with any real run"
+_SHARED = "times of GPUs that divide rows, layers or experts were not compared with any real run"
 _OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the estimated tokens/s"
 
 
@@ -89,7 +89,7 @@ class ThroughputEstimate(Report):
         return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
 
     def _share_of_peak(self, flops: float) -> float:
-        precision = self.setup.precision
+        precision = self.setup.mixed_precision
         peak = gpu_named(self.setup.gpu).peak(4 if precision == "fp32" else 2, precision)
         return flops / (self.step_seconds * peak)
 
@@ -125,7 +125,7 @@ class ThroughputEstimate(Report):
             lines += [f"  tokens/s are not estimated: {self.source}", f"  {step} per step, to compare settings:"]
         else:
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
-            again = f", with what is computed again {self.hfu:.1%}" * (self.hardware_flops > self.model_flops)
+            again = f", with what is recomputed {self.hfu:.1%}" * (self.hardware_flops > self.model_flops)
             newest = f" (kernels of 2026 {rate * self.newest:,.0f})" * (self.newest > 1)
             total, flops = f"{rate * setup.num_processes:,.0f} on all", self.model_flops / self.step_seconds / 1e12
             lines.append(f"  {rate:,.0f} tokens/s per GPU{newest}, {low:,.0f} to {high:,.0f}; {total}")
@@ -176,7 +176,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency)
     notes = trace.notes
     notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
-    notes += (_OFFLOADED,) if setup.offload else ()
+    notes += (_OFFLOADED,) if setup.offload_params else ()
     if memory.spare_bytes < 0:
         notes += ("the step has no room, or no cache, in the memory of this GPU; the times are those of one with more",)
     late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_processes)) * timing.seconds
@@ -227,7 +227,7 @@ def step_time(events: Sequence[Event], setup: TrainingSetup, *, efficiency: Effi
 
 def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, setup: TrainingSetup) -> dict[str, float]:
     """What the GPU does in one pass, in seconds."""
-    collectives: list[tuple[str, float]] = []  # Link and seconds of those that run beside kernels
+    collectives: list[tuple[str, float]] = []  # Link and seconds of those that run during kernels
     parts = defaultdict[str, float](float)  # Kernels, and what is waited for
     beside = defaultdict[str, float](float)  # Host, links and copies, which run while kernels do
     for work in works:

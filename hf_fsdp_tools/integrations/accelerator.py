@@ -266,7 +266,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return skip_once(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare as `Accelerator.prepare_scheduler` does; it steps once for each group of ranks that share rows."""
+        """Prepare as `Accelerator.prepare_scheduler` does; it steps once for each group of ranks with the same rows."""
         prepared = super().prepare_scheduler(scheduler)
         if ranks_per_row() > 1 and not prepared.split_batches:
             prepared.__class__, prepared.split_batches = RowsScheduler, True
@@ -350,7 +350,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
 
 
 class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed
-    """Accelerate's scheduler where ranks share rows: a loader gives as many batches less as there are such groups."""
+    """Accelerate's scheduler where ranks have the same rows: a loader gives fewer batches, one for each such group."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step for each group of ranks with rows of its own, where Accelerate steps for each rank."""
@@ -413,7 +413,7 @@ def leave_to_model(state: Any) -> None:
     """Let Accelerate leave what ranks share to the sharded model, in place of the state's config."""
     config = state.parallelism_config
     if config is not None and (config.cp_size > 1 or config.tp_size > 1):
-        config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks that share rows
+        config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks with the same rows
         state.parallelism_config = config = copy(config)
         config.__class__ = _DoneByModel
 
@@ -431,8 +431,8 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
         loaders = accelerator.dataloader_config
         if loaders.dispatch_batches:
             raise ConfigError(
-                "dispatch_batches=True gives ranks that share rows (cp_size, tp_size) different ones, or all ranks the "
-                "same. Leave it out: each rank then reads its own rows."
+                "dispatch_batches=True gives ranks that need the same rows (cp_size, tp_size) different ones, or all "
+                "ranks the same. Leave it out: each rank then reads its own rows."
             )
         loaders.dispatch_batches = False  # Accelerate's default for streams is True
     if sync_each_batch:

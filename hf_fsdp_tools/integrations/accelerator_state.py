@@ -110,8 +110,8 @@ def write_state(accelerator: Any, state: StateSave) -> None:
             if any(isinstance(value, DTensor) for value in tree_leaves(registered.state_dict())):
                 raise ConfigError(
                     f"{type(registered).__name__}, which is registered for checkpointing, has shards, and Accelerate "
-                    "pickles rank 0's alone. Save it beside the state: dcp.save({'ema': it}, checkpoint_id=folder), of "
-                    "torch.distributed.checkpoint."
+                    "pickles rank 0's alone. Save it next to the state: dcp.save({'ema': it}, checkpoint_id=folder), "
+                    "of torch.distributed.checkpoint."
                 )
             save_custom_state(registered, str(folder), i, save_on_each_node=on_each_node)
         sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")

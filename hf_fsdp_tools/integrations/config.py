@@ -75,7 +75,7 @@ class LaunchConfig:
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP): each copy is sharded over `num_processes / dp_replicate_size` processes."""
     cp_size: int = 1
-    """Processes that share rows, each with a part of every sequence (context parallelism)."""
+    """Processes with the same rows, each with a part of every sequence (context parallelism)."""
     tp_size: int = 1
     """Processes that share each layer and the rows (tensor parallelism): neighbours, best on one machine."""
     ep_size: int = field(default=1, metadata=_key(int))
@@ -123,7 +123,7 @@ class LaunchConfig:
 
     @property
     def dp_shard_size(self) -> int:
-        """Processes that share one copy of the model, beside those that share rows."""
+        """Processes that share one replica, in addition to those of context parallelism."""
         return self.num_processes // (self.dp_replicate_size * self.cp_size * self.tp_size)
 
     @property

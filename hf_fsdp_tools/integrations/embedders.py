@@ -33,7 +33,7 @@ def load_embedder(
 ) -> SentenceTransformer:
     """A SentenceTransformer of a checkpoint, with the sharded model that `load(subfolder=…)` returns inside.
 
-    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Weights beside the
+    A checkpoint with `modules.json` keeps its pooling; any other gets the mean of its tokens. Weights next to the
     transformer are refused unless an adapter is trained (`is_adapted`). Every rank must call.
     """
 
@@ -45,8 +45,8 @@ def load_embedder(
     beside = [type(module).__name__ for module in list(model)[1:] if any(True for _ in module.parameters())]
     if not isinstance(model[0], Transformer) or (beside and not is_adapted):
         raise ConfigError(
-            f"{name} has weights beside its transformer ({', '.join(beside) or 'a router'}), which each process would "
-            "train for itself. Train an adapter (--use_peft); they stay as they are then."
+            f"{name} has weights next to its transformer ({', '.join(beside) or 'a router'}), which each process "
+            "would train for itself. Train an adapter (--use_peft); they stay as they are then."
         )
     for module in list(model)[1:]:
         module.requires_grad_(False)

@@ -336,7 +336,7 @@ def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
         return {key: value for key, value in read_json_object(path).items() if key != "deepspeed_config_file"}
     except CheckpointError as error:
         raise ConfigError(
-            f"deepspeed_config_file {name} cannot be read: {error} Put DeepSpeed's own JSON beside the file."
+            f"deepspeed_config_file {name} cannot be read: {error} Put DeepSpeed's own JSON next to the file."
         ) from None
 
 
@@ -396,7 +396,7 @@ def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, An
         fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
         yield warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
     if data.get("num_processes") in (None, -1):
-        fact = "num_processes is absent: the launcher stops unless it is told."
+        fact = "num_processes is absent: the launcher stops unless it is given."
         yield warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
         return
     if fields["gpu_ids"] == "all" or (fields["gpu_ids"] == "" and fields["use_cpu"]):

@@ -31,10 +31,10 @@ from hf_fsdp_tools.sharding.sharding import Float8Policy, sharded_module, shardi
 from hf_fsdp_tools.text import listed
 
 LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
+"""Accelerate's names of the precisions in which trainable weights are kept in fp32, apart from the computation."""
 
 _HASHING_THREADS, _HASHED_ELEMENTS = 8, 2**24
-"""Tensors that are hashed at a time, for which no lock of Python's is held (assumed), and elements of one on a GPU that
+"""Tensors that are hashed at a time, for which no lock of Python's is kept (assumed), and elements of one on a GPU that
 are copied to the host at a time."""
 
 
@@ -172,7 +172,7 @@ def refuse_under_version1(model: nn.Module) -> None:
 
 
 def check_managed(model: nn.Module) -> None:
-    """Refuse a model with weights on meta, with units beside its plan, or with trainable parameters outside all units,
+    """Refuse a model with weights on meta, with units outside its plan, or with trainable parameters outside all units,
     of which each rank would silently train its own copy."""
     _check_loaded(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     sharding = sharding_of(model)
@@ -193,7 +193,7 @@ def check_managed(model: nn.Module) -> None:
         )
     if (made := count_units(model)) != (planned := 0 if sharding.is_whole else len(sharding.plan.units)):
         raise ConfigError(
-            f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded beside "
+            f"{type(model).__name__} has {made} FSDP units and a plan of {planned}: parts of it were sharded outside "
             "the plan. Give shard_model or prepare a model of which nothing is sharded."
         )
     alone = [

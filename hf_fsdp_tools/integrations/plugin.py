@@ -185,7 +185,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def shard_arguments(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Keywords of `shard_model` beside the mesh, for an Accelerator with this plugin, which gets our `prepare`."""
+        """Keywords of `shard_model` but the mesh, for an Accelerator with this plugin, which gets our `prepare`."""
         if self.fsdp_version != 2:
             raise ConfigError(
                 "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "

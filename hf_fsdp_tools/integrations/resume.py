@@ -266,8 +266,8 @@ STATE_FILES = (
     "optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth", f"{AVERAGES}/*",
     POSITIONS,
 )  # fmt: skip
-"""What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
-first."""
+"""What a Trainer's checkpoint has in addition to the model, of this mixin and of the plain Trainer under FSDP; the
+optimizer first."""
 
 _WEIGHTS = (
     "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",
@@ -361,10 +361,10 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
         yield (SCHEDULER_NAME,), "the scheduler"
         yield from [((SCALER_NAME,), "the loss scale")] * (trainer.accelerator.scaler is not None)
         yield (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth",), "random states"
-        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (trainer.ema_decay is not None)
+        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (settings.ema_decay is not None)
 
-    option = "allow_incomplete = True in the trainer's class"
-    check_parts(folder, parts(), STATE_FILES, allowed=trainer.allow_incomplete, option=option)
+    settings, option = trainer.fsdp_settings, "TrainerSettings(allow_incomplete=True)"
+    check_parts(folder, parts(), STATE_FILES, allowed=settings.allow_incomplete, option=option)
 
 
 def weights_in(folder: Path) -> list[str]:

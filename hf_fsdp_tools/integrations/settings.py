@@ -87,7 +87,7 @@ def strategy_name(value: Any) -> str:
 
 
 def read_strategies(values: Iterable[Any], *, may_copy: bool) -> tuple[bool, bool]:
-    """Whether units are freed after the forward pass, and whether each machine has a copy of the model.
+    """Whether units are freed after the forward pass, and whether each machine has a replica.
 
     The values are those of `reshard_after_forward` and of the sharding strategy; None says nothing. HYBRID_SHARD
     means something in settings that were made for version 1 (`may_copy`).
@@ -185,7 +185,10 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
         shared = " x ".join(f"{name} {size}" for name in ("cp_size", "tp_size") if (size := getattr(config, name)) > 1)
         yield f"{shared} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif config.ep_size % (config.cp_size * config.tp_size) and config.ep_size > 1:
-        yield f"ep_size {config.ep_size} is no multiple of cp_size x tp_size", "ranks that share rows share experts too"
+        yield (
+            f"ep_size {config.ep_size} is no multiple of cp_size x tp_size",
+            "ranks with the same rows share experts too",
+        )
     elif (processes // copies) % config.ep_size:
         yield f"ep_size {config.ep_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif copies == processes > 1:

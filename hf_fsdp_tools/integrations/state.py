@@ -181,14 +181,14 @@ def start_state(
         rank, size = rank_on_node()
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     options = {"timeout": default_timeout(device.type), **(group or {})}
-    ensure_process_group(device.type, **options)  # with gloo beside NCCL, which Accelerate does on some variables only
+    ensure_process_group(device.type, **options)  # with gloo next to NCCL, which Accelerate does on some variables only
     PartialState(cpu=cpu)
     if group and "timeout" in group:
         set_timeout(group["timeout"])  # of a group that runs already, too
     if not cpu:
         torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism_config = ParallelismConfig()  # fills itself from the variables beside that one
+        parallelism_config = ParallelismConfig()  # fills itself from the variables next to that one
     parallelism_config = parallelism_config or plugin.copies
     state = AcceleratorState(
         mixed_precision=mixed_precision,
@@ -268,7 +268,7 @@ def _check_float8(plugin: FSDPPlugin, mixed_precision: str | None, device_type: 
             "or give a Float8Policy."
         )
     float8_config(policy, device_type)
-    plugin.cpu_ram_efficient_loading = False  # beside which Accelerate refuses FP8; plain models are sent all the same
+    plugin.cpu_ram_efficient_loading = False  # next to which Accelerate refuses FP8; plain models are sent all the same
 
 
 def _check_state(plugin: FSDPPlugin) -> None:

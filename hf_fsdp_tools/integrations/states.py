@@ -208,7 +208,7 @@ def remove_leftovers(parent: Path, pattern: str) -> None:
 
 
 def _clear(folder: Path, files: Sequence[str]) -> None:
-    """Put away what a save that was killed has left beside the folder."""
+    """Put away what a save that was killed has left next to the folder."""
     former, hidden = former_of(folder), _hidden(folder)
     if os.path.lexists(former) and not os.path.lexists(folder):
         former.rename(folder)

@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_p
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
+from hf_fsdp_tools.integrations.reporting import Measured, report_estimate
 from hf_fsdp_tools.integrations.resume import (
     AVERAGES,
     STATE_FILES,
@@ -57,6 +59,7 @@ from hf_fsdp_tools.integrations.streams import (
     why_read_again,
     write_position,
 )
+from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
     group_options,
@@ -68,7 +71,7 @@ from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, sh
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
+from hf_fsdp_tools.modeling.module_tree import class_name, original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
@@ -77,7 +80,7 @@ from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.sharding import sharded_module
+from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.stores import local_folder
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -101,7 +104,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     `save_model` writes a normal Hugging Face checkpoint from all ranks at once. A `checkpoint-N` folder is such a
     checkpoint too, in the precision of the master weights, with the optimizer's shards (`optimizer_0`, a DCP folder)
-    and the Trainer's own files beside it; another number of ranks can resume from it. It is complete with its
+    and the Trainer's own files next to it; another number of ranks can resume from it. It is complete with its
     `checkpoint_manifest.json`: `train(resume_from_checkpoint=True)` passes over a folder that is not complete.
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
@@ -109,13 +112,10 @@ class FSDPTrainerMixin(PushingMixin):
     where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`unsharded`); a reward function
     that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
 
-    Six attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
-    `checkpoint-N` is written from a copy in host memory (see `save_pretrained`); an error ends `train` on all ranks
-    before the same step. `checksums = True` notes the SHA-256 of a checkpoint's files, which a resume then compares.
-    `allow_incomplete = True` lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random
-    states, which then start anew with a warning. `ema_decay = 0.999` keeps averages of what is trained: `trainer.ema`,
-    a `ParameterEMA` in float32, which is saved with each `checkpoint-N`; `ema_device = "cpu"` keeps it in host memory.
-    Where a loss is NaN or infinite, all ranks stop when it is logged, unless `allow_nan = True`.
+    `fsdp_settings`, of the class or given to a trainer, are `TrainerSettings`: saves in the background, checksums, what
+    a resumed run may lack, moving averages (`trainer.ema`, a `ParameterEMA` in fp32, saved with each `checkpoint-N`),
+    and a file for what was estimated and what was measured. Where a loss is NaN or infinite, all ranks stop when it is
+    logged, unless `allow_nan` is set there.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -129,19 +129,16 @@ class FSDPTrainerMixin(PushingMixin):
         >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
         >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
         >>> trained = trainer.train()
-        {'train_runtime': ...}
+        hf_fsdp_tools: LlamaForCausalLM, 5 units, is trained over 1 rank, by FSDP2
+        ...
         >>> trainer.save_model("trained")
     """
 
-    blocking: bool = True
-    checksums: bool = False
-    allow_incomplete: bool = False
-    allow_nan: bool = False
-    ema_decay: float | None = None
-    ema_device: str | None = None
+    fsdp_settings: TrainerSettings = TrainerSettings()
+    """Given by keyword to a trainer, they take the place of those of its class."""
     ema: ParameterEMA | None = None
-    streams_are_shares: bool = False
-    """Whether a stream to train on has this rank's rows alone, so that it is not divided."""
+    estimated: Mapping[str, Any] | None = None
+    """The estimate for `report_estimate` where there is one already; None makes one when the training has ended."""
     _stream: Any = None
     """The loader of a stream whose position is saved."""
     _begins_at: Path | None = None
@@ -163,10 +160,18 @@ class FSDPTrainerMixin(PushingMixin):
                 check_hooks(own, super())
         super().__init_subclass__(**kwargs)
 
-    def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        optimizers: tuple[Any, Any] = (None, None),
+        fsdp_settings: TrainerSettings | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP. Here they get
         the shards of a plain model in `prepare`."""
         self._uploads = {}
+        self.fsdp_settings = copy(fsdp_settings or self.fsdp_settings)
+        self._measured = Measured()
         self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
@@ -229,7 +234,7 @@ class FSDPTrainerMixin(PushingMixin):
         self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)
 
     def get_tp_size(self) -> int:
-        """As the Trainer's, with the ranks that share rows: they too have the same batch and the whole loss of it."""
+        """As the Trainer's, with the ranks of context parallelism: they too have one batch and the whole loss of it."""
         return int(super().get_tp_size()) * int(super().get_cp_size())
 
     def get_cp_size(self) -> int:
@@ -260,8 +265,8 @@ class FSDPTrainerMixin(PushingMixin):
 
         With `args.optim = "muon"` it is `hf_fsdp_tools.Muon`, and rank 0 prints which parameters are matrices.
 
-        Its groups are those of one process: transformers (5.23) parts them by mesh, so that a state would not go on in
-        another layout. `step_kinds_apart` parts them for the time of a step.
+        Its groups are those of a single process: transformers (5.23) parts them by mesh, so that a state would not go
+        on in another layout. `step_kinds_apart` parts them for the time of a step.
         """
         reshard_units(self.model)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and wants_muon(self.args):
@@ -279,7 +284,7 @@ class FSDPTrainerMixin(PushingMixin):
             return super().get_train_dataloader()
         reason = why_read_again(self.train_dataset)
         with nullcontext() if reason else replaced(self.accelerator.dataloader_config, use_stateful_dataloader=True):
-            is_own = self.streams_are_shares
+            is_own = self.fsdp_settings.streams_are_shares
             loader = share_loader(self, has_state=not reason) if is_own else super().get_train_dataloader()
         self._stream = None if reason else loader
         if self._begins_at is not None:
@@ -295,13 +300,18 @@ class FSDPTrainerMixin(PushingMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), math.inf) if grad_norm is None else grad_norm
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's. A run that had come to its end has nothing left to train."""
+        """As the Trainer's, after one line that the model is sharded. A run that had come to its end trains nothing."""
         if self.state.global_step >= self.state.max_steps:
             if self.args.should_log:
                 done = f"step {self.state.global_step} of {self.state.max_steps}"
                 warn(f"Nothing is left to train: the checkpoint is of {done}.")
             self.control.should_training_stop = True
             return
+        if self.args.should_log and not self._losses:
+            sharding, ranks = sharding_of(self.model), self.args.world_size
+            units = f", {len(sharding.plan.units)} units" if sharding is not None else ""
+            over = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
+            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units}, is trained {over}")
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -310,6 +320,7 @@ class FSDPTrainerMixin(PushingMixin):
         values = inputs.values() if isinstance(inputs, Mapping) else ()
         first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
         rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
+        self._measured.count(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
@@ -317,7 +328,9 @@ class FSDPTrainerMixin(PushingMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
         super().log(logs, *args, **kwargs)
-        if self.allow_nan or math.isfinite(logs.get("loss", 0.0)):
+        if "loss" in logs:
+            self._measured.note()
+        if self.fsdp_settings.allow_nan or math.isfinite(logs.get("loss", 0.0)):
             return
         on = f"on rank {self.args.process_index}, whose batch begins with"
         bad = [(step, f"{loss} {on} {rows}") for step, loss, rows in self._losses if not loss.isfinite()]
@@ -325,8 +338,8 @@ class FSDPTrainerMixin(PushingMixin):
         step, what = min(found, default=(self.state.global_step, f"{logs['loss']}"))
         raise ConfigError(
             f"The loss of step {step} is {what}. Look at these rows (labels that are all -100, numbers out of range), "
-            "the learning rate, and fp16 where bf16 would do. To go on, set allow_nan = True on the trainer; recipes "
-            "take --logging_nan_inf_filter true."
+            "the learning rate, and fp16 where bf16 would do. To go on: TrainerSettings(allow_nan=True), or "
+            "--allow_nan of a recipe."
         )
 
     def evaluation_loop(self, *positional: Any, **kwargs: Any) -> Any:
@@ -365,7 +378,7 @@ class FSDPTrainerMixin(PushingMixin):
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
-        if state is None or self.blocking:
+        if state is None or self.fsdp_settings.blocking:
             saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
@@ -389,17 +402,19 @@ class FSDPTrainerMixin(PushingMixin):
         """Save as the Trainer does, in a hidden folder; once that is complete it gets its name, and old ones go."""
         args, trainer_state = self.args, self.state
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
-        with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
+        settings = self.fsdp_settings
+        how = {"blocking": settings.blocking, "checksums": settings.checksums}
+        with saving_state(folder, TRAINER_GLOBS, **how) as state:
             self._saving = state
             state.needed.append(TRAINER_STATE_NAME)
             try:
-                super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
+                super()._save_checkpoint(model, trial)  # of the old ones it finds none next to the hidden one
             finally:
                 self._saving = None
             with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
                 best_one = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.best_global_step}")
                 if trainer_state.best_global_step and (best_one == folder or best_one.exists()):
-                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked beside the hidden one
+                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked next to the hidden one
                 if args.should_save:
                     trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
             best, limit = trainer_state.best_model_checkpoint, args.save_total_limit
@@ -445,19 +460,25 @@ class FSDPTrainerMixin(PushingMixin):
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
         if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so
-            allowed = STATE_FILES if self.allow_incomplete else ()
+            allowed = STATE_FILES if self.fsdp_settings.allow_incomplete else ()
             resume_from_checkpoint = last_complete(self.args.output_dir, allowed=allowed) or True
         if resume_from_checkpoint and resume_from_checkpoint is not True:
             check_checkpoint(self, resumed := local_folder(resume_from_checkpoint, _TO_FOLDERS))
             resume_from_checkpoint = str(resumed)
         if self.args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
+        report = Path(self.fsdp_settings.report_estimate) if self.fsdp_settings.report_estimate else None
+        if report is not None:  # a training of hours does not end with a file that cannot be written
+            with agreed("opening the report of the estimate", report), storage_errors("write to", report):
+                if self.args.should_save:
+                    report.open("a").close()
         self.ema = None
-        if self.ema_decay is not None:
+        if self.fsdp_settings.ema_decay is not None:
             self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
         is_kept = isinstance(resume_from_checkpoint, str) and not self.args.ignore_data_skip
+        self._measured = Measured()
         self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
-        self.args.logging_nan_inf_filter &= self.allow_nan
+        self.args.logging_nan_inf_filter &= self.fsdp_settings.allow_nan
         try:
             with going_on():
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -465,6 +486,8 @@ class FSDPTrainerMixin(PushingMixin):
             self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
+        if report is not None:
+            report_estimate(self, self._measured, report)
         return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -542,7 +565,8 @@ class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         trainer = self.trainer
         if not trainer.accelerator.is_fsdp2:
             raise ConfigError("ema_decay needs FSDP2: version 1 has parts of several parameters as one. Leave it out.")
-        trainer.ema = ParameterEMA(trainer.model, trainer.ema_decay, device=trainer.ema_device)
+        decay, device = trainer.fsdp_settings.ema_decay, trainer.fsdp_settings.ema_device
+        trainer.ema = ParameterEMA(trainer.model, decay, device=device)
         if self.resumed is not None:
             read_averages(trainer, self.resumed)
 

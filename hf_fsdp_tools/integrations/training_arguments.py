@@ -127,7 +127,7 @@ def precision_of(args: Any, model: nn.Module | None) -> str:
     if launched == "fp8" and args.mixed_precision in ("fp16", "bf16"):
         if args.mixed_precision == "fp16":
             raise ConfigError(
-                "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: beside FP8, "
+                "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: next to FP8, "
                 "all else is computed in bf16."
             )
         return launched

@@ -75,7 +75,7 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
 def _copied(trainer: Any, load: Callable[..., Any], model_id: str, *args: Any, **kwargs: Any) -> Any:
     policy = vars(trainer).get("model")  # set before the reference is made
     sharding = None if policy is None else sharding_of(policy)
-    # hooks of ranks that share rows, layers or experts cannot be copied
+    # hooks of ranks that divide rows, layers or experts cannot be copied
     if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
         return load(model_id, *args, **kwargs)
     return copy.deepcopy(policy)

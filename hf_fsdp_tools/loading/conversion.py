@@ -64,7 +64,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors to save, by key: persistent ones, and what bitsandbytes stores beside 4-bit weights."""
+    """The tensors to save, by key: persistent ones, and what bitsandbytes stores next to 4-bit weights."""
     return persistent_tensors(model) | beside_4bit(model)
 
 

@@ -31,7 +31,7 @@ class Heads:
 
     def __init__(self, index: CheckpointIndex, stored: CheckpointIndex, beside: frozenset[str] = frozenset()) -> None:
         """Open the files of these tensors, with quantised ones as plain ones and as they are stored; `beside`: those of
-        the latter that belong to weights which stay quantised, and are copied in any case."""
+        the latter that belong to weights that are quantised as stored, and are copied in any case."""
         self.index, self.stored, self.beside = index, stored, beside
         self._open: dict[Path, int] = {}
         weakref.finalize(self, _close, self._open).atexit = False  # a save in the background may still read
@@ -45,7 +45,7 @@ class Heads:
         return Heads, (self.index, self.stored, self.beside)
 
     def of(self, model: nn.Module, *, carry: bool) -> CheckpointIndex:
-        """What a save copies: the stored tensors for a model whose weights stay quantised, otherwise plain ones."""
+        """What a save copies: stored tensors for a model with weights quantised as stored, otherwise plain ones."""
         index = self.stored if packed_parameters(model) else self.index
         return index if carry else part_of(index, self.beside.__contains__)
 

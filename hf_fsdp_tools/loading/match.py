@@ -135,7 +135,7 @@ class Match:
     load_map: LoadMap
     """Where each tensor of the model comes from, by transformers' conversions."""
     weights_4bit: Weights4Bit | None
-    """What fills 4-bit weights of bitsandbytes beside; None without any."""
+    """What fills 4-bit weights of bitsandbytes next to; None without any."""
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]
@@ -149,9 +149,9 @@ class Match:
     heads: CheckpointIndex | None
     """The part of the checkpoint that is heads which the class says not to report; None without any."""
     stored_heads: CheckpointIndex
-    """The same as it is stored: values and scales apart, with all that lies beside them."""
+    """The same as it is stored: values and scales apart, with all that lies next to them."""
     beside: frozenset[str]
-    """Stored keys of what lies beside weights that stay quantised, and only servers read: saves copy it as heads."""
+    """Stored keys of what lies next to weights quantised as stored, and only servers read: saves copy it as heads."""
     mismatched: tuple[Mismatch, ...]
     """Tensors of another shape in the checkpoint, which the model initialises anew."""
     resized: tuple[Mismatch, ...]

@@ -251,7 +251,7 @@ def _find_base(source: Source) -> tuple[Source, Source | None, dict[str, Any]]:
 def _content_of(folder: Path) -> str:
     """What a local folder holds: "model" (or a training state), "adapter", or "model and adapter".
 
-    Axolotl writes the config of the base beside an adapter, and Accelerate an adapter's values beside those of PEFT.
+    Axolotl writes the config of the base next to an adapter, and Accelerate an adapter's values next to those of PEFT.
     """
     has_values = any(folder.glob("adapter_model.*"))
     if (folder / CONFIG).is_file():
@@ -277,7 +277,7 @@ def _base_of(source: Source, peft_config: Any) -> Source | None:
 
 
 def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig | None) -> Source | None:
-    """The base that must be opened beside a training state with an adapter; None where the state has all of it."""
+    """The base that must be opened next to a training state with an adapter; None where the state has all of it."""
     if state.config is None:
         raise CheckpointError(
             f"{source.name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
@@ -328,7 +328,7 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
             hub["local_files_only"] = True
         generation = load_generation_config(settings.folder()[0])
         if generation is None and config is not None and (own_folder := local_path(config.name_or_path)) is not None:
-            generation = load_generation_config(own_folder)  # beside the config that was given
+            generation = load_generation_config(own_folder)  # next to the config that was given
         return Checkpoint(
             name=source.name,
             config=used_config,

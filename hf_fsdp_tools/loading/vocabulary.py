@@ -176,7 +176,7 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
             "vocabulary that its checkpoint has."
         ) from None
     if lost := packed - packed_parameters(model).keys():
-        raise ConfigError(f"{listed(lost)} cannot be resized while it stays quantised. Use dequantize=True.")
+        raise ConfigError(f"{listed(lost)} cannot be resized while it is quantised as stored. Use dequantize=True.")
 
 
 def resized_twin(

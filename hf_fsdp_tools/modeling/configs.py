@@ -243,7 +243,7 @@ def _is_of_bitsandbytes(content: Mapping[str, Any]) -> bool:
 
 
 def write_older_keys(config: PreTrainedConfig, folder: Path) -> None:
-    """Put the keys of transformers 4 beside those of 5 in the `config.json` that transformers wrote to a folder.
+    """Put the keys of transformers 4 next to those of 5 in the `config.json` that transformers wrote to a folder.
 
     transformers 4 and mlx-lm know no `rope_parameters` and compute with defaults instead, without an error.
     """

@@ -141,7 +141,7 @@ def weights_4bit(model: nn.Module) -> dict[str, PackedForm]:
 
 
 def beside_4bit(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What bitsandbytes stores beside the values and scales of 4-bit weights, by stored key of a plain layout.
+    """What bitsandbytes stores next to the values and scales of 4-bit weights, by stored key of a plain layout.
 
     Each is whole on every rank: tables, and the text that says how the weight is packed.
     """

@@ -136,7 +136,7 @@ def build_meta_model(
     dtype = as_dtype(dtype) or config_dtype(config) or torch.float32
     if dtype.itemsize == 1:
         raise ConfigError(
-            f"A model cannot be built in {dtype_name(dtype)}, which needs scales beside its values. Use bfloat16; "
+            f"A model cannot be built in {dtype_name(dtype)}, which needs scales next to its values. Use bfloat16; "
             "checkpoints in FP8 are dequantised to it while they are read."
         )
     for name in [name for name in model_kwargs if hasattr(config, name) and not name.endswith("_implementation")]:

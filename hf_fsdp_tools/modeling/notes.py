@@ -14,7 +14,7 @@ class Note:
     sharding: Any = None
     """The `Sharding` of a model that `shard_model` sharded."""
     hooks: tuple[Any, ...] = ()
-    """What features have installed on such a model: hooks, and what they changed beside these."""
+    """What features have installed on such a model: hooks, and what they changed in addition to these."""
     casts: tuple[Any, ...] = ()
     """The `CastWeights` of a module of such a model, where no unit gathers its weights."""
     is_prepared: bool = False
@@ -24,7 +24,7 @@ class Note:
     gathered: bool | None = None
     """Whether the units of such a model stay gathered while it generates; None where memory decides."""
     packed: Mapping[str, Any] = field(default_factory=dict)
-    """The `PackedForm` of each weight of a module whose weights stay quantised."""
+    """The `PackedForm` of each weight of a module whose weights are quantised as stored."""
     compute_dtype: Any = None
     """The dtype in which such a module computes, if it is not that of the plain weights."""
     deltas: Mapping[str, Any] = field(default_factory=dict)

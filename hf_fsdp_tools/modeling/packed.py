@@ -2,7 +2,7 @@
 
     experts.gate_up_proj                  a `PackedWeight` (experts, out, in), no parameter
     experts.gate_up_proj_packed           uint8 (experts, rows, bytes of a row): the values
-    experts.gate_up_proj_scale            uint8 (experts, rows of blocks, bytes): what the rule takes beside them
+    experts.gate_up_proj_scale            uint8 (experts, rows of blocks, bytes): what the rule takes next to them
 
 FSDP2 frees the gathered bytes after a pass and gathers them again for the next, as it does with any weight.
 """
@@ -101,8 +101,8 @@ def check_experts(model: nn.Module) -> None:
     stacks = [fqn for fqn, form in packed_parameters(model).items() if len(form.shape) == 3]
     if stacks and chosen not in (None, *IMPLEMENTATIONS):
         raise ConfigError(
-            f"experts_implementation {chosen!r} cannot compute with experts that stay quantised ({stacks[0]!r}). Use "
-            f"experts_implementation={' or '.join(map(repr, IMPLEMENTATIONS))}, or dequantize=True."
+            f"experts_implementation {chosen!r} cannot compute with experts quantised as stored ({stacks[0]!r}). "
+            f"Use experts_implementation={' or '.join(map(repr, IMPLEMENTATIONS))}, or dequantize=True."
         )
 
 

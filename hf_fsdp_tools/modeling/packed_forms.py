@@ -22,7 +22,7 @@ from hf_fsdp_tools.text import first_line, listed
 
 @dataclass(frozen=True, kw_only=True)
 class _Scales:
-    """What is stored beside the values of a matrix."""
+    """What is stored next to the values of a matrix."""
 
     name: str
     dtype: torch.dtype
@@ -106,7 +106,7 @@ def _found(model: nn.Module, choose: _Choice) -> tuple[Forms, list[str]]:
 
 
 def _refused(what: str) -> ConfigError:
-    return ConfigError(f"dequantize=False: {what} cannot stay quantised. Leave dequantize out.")
+    return ConfigError(f"dequantize=False: {what} cannot be kept as stored. Leave dequantize out.")
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:

@@ -41,7 +41,7 @@ class PackedPart:
     """Whether every rank holds it, in a buffer, being a few values for the whole weight."""
 
     def key(self, plain: str) -> str:
-        """The stored name beside that of the plain tensor."""
+        """The stored name next to that of the plain tensor."""
         return plain.rpartition(".")[0] + self.name if self.name.startswith(".") else plain + self.name
 
     def look(self, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -110,7 +110,7 @@ class PackedForm:
         """The same by operators, so many values at a time; where torch compiles it, all, as nothing is kept between."""
         rows, columns = self.rows, self.columns
         stored = [each.reshape(-1, *each.shape[-2:]) for each in (values, *scales)]
-        if self.flat_block:  # by a kernel of its own, which takes no memory beside
+        if self.flat_block:  # by a kernel of its own, which takes no memory next to
             at = torch.arange(values.shape[-2], device=values.device)
             whole = self._floats_of_rows(stored, at, 0).view(*values.shape[:-2], rows, columns)
             return (whole.transpose(-2, -1) if self.is_transposed else whole).to(dtype)
@@ -208,7 +208,7 @@ class PackedWeight(torch.Tensor):
     is_flipped: bool
     """Whether the last two dimensions are exchanged."""
     _is_hf_initialized = True
-    """For transformers, which draws no values for it beside those of a module that lacks others."""
+    """For transformers, which draws no values for it next to those of a module that lacks others."""
 
     @staticmethod
     def __new__(
@@ -254,8 +254,8 @@ class PackedWeight(torch.Tensor):
         name = str(getattr(func, "__name__", ""))
         if args and isinstance(args[0], PackedWeight) and (name in _WRITES or re.fullmatch("[a-z].*[^_]_", name)):
             raise ConfigError(
-                f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their "
-                "base; hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
+                f"{args[0]!r} is quantised as stored, and nothing can be added to it ({name}). Leave adapters next to "
+                "their base; hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
             )
         args, kwargs = tree_map_only(PackedWeight, PackedWeight.floats, (args, kwargs))
         return func(*args, **kwargs)
@@ -263,7 +263,7 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse code that gets past torch's Python functions, which take the floats: this tensor has no memory."""
-        raise ConfigError(f"{func} cannot compute with a weight that stays quantised. Use dequantize=True.")
+        raise ConfigError(f"{func} cannot compute with a weight that is quantised as stored. Use dequantize=True.")
 
 
 def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
@@ -279,7 +279,7 @@ def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, a
 
 @dataclass(frozen=True)
 class _Look:
-    """What the product knows of a weight beside its tensors."""
+    """What the product knows of a weight next to its tensors."""
 
     form: PackedForm
     dtype: torch.dtype

@@ -113,7 +113,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip record: lengths of its name and extra field, after which the data begins."""
 
 _MOST_HELD = 10_000_000
-"""Values in one container, with those of containers in it, however often one is held; or 8 a byte of the pickle."""
+"""Values in one container, with those of containers in it, however often one is in it; or 8 a byte of the pickle."""
 
 _MOST_NESTED = 100
 """Containers in containers: states of optimizers have five. (assumed)"""

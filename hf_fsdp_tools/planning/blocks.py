@@ -192,7 +192,7 @@ def _stack_before(
 
 
 def _final_norm(outside: list[ModuleNode], blocks: list[ModuleNode]) -> ModulePart | None:
-    """The first module after the last block, beside the stack or what holds it, whose weights are all vectors."""
+    """The first module after the last block, next to the stack or what holds it, whose weights are all vectors."""
     if not blocks:
         return None
     last = blocks[-1]

@@ -60,7 +60,7 @@ class WrapPlan:
 
     @property
     def largest_unit(self) -> WrapUnit:
-        """The unit that gathers most; every rank holds it whole for a while, beside its shards."""
+        """The unit that gathers most; every rank holds it whole for a while, next to its shards."""
         return max(self.units, key=lambda unit: unit.num_params)
 
     @property

@@ -33,7 +33,7 @@ class WrapPolicy:
     """Classes, class names, or fqn patterns (`"model.layers.*"`) of modules that are units; None means the detected
     blocks. Detected blocks inside a match are no units of their own; all other detected blocks are."""
     min_unit_params: float | None = None
-    """Ceiling, in parameters: a module outside blocks is a unit if it holds more than this beside other units. None
+    """Ceiling, in parameters: a module outside blocks is a unit if it holds more than this outside other units. None
     means the largest block, or, without blocks, the largest set on one module. Classic values are 2e7 and 1e6."""
     floor_params: float | None = None
     """Floor, in parameters: a module that holds less (norm, bias, small adapter) stays with its neighbours. None means

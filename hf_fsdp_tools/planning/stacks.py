@@ -32,7 +32,7 @@ _MIN_NUMBERED = 3
 
 def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
     """The blocks of every stack of the tree, stack by stack in registration order; then, of a sharded model, those that
-    the user chose beside stacks (`block_types`), by their parents."""
+    the user chose next to stacks (`block_types`), by their parents."""
     stacks = _stacks_below(tree.root, nested=False)
     known = {node for stack in stacks for block in stack for node in block.walk()}
     chosen: dict[ModuleNode | None, list[ModuleNode]] = {}
@@ -56,7 +56,7 @@ def major_blocks(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> list[Modul
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
 
-    A container holds experts if a router is beside it (a matrix with one row per member), or if "expert" is in a name:
+    A container holds experts if a router is next to it (a matrix with one row per member), or if "expert" is in a name:
     a missed list of experts would hang a run, and a false one costs nothing.
     """
     # of some models, a list of experts has a forward of its own
@@ -152,7 +152,7 @@ def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
 
 
 def _is_experts(container: ModuleNode) -> bool:
-    """Whether a container is named after experts, or has a router beside it."""
+    """Whether a container is named after experts, or has a router next to it."""
     names = [container.name, *(class_name(child.module) for child in container.children[:1])]
     if any("expert" in name.lower() for name in names):
         return True

@@ -31,7 +31,7 @@ _MAX_REPLICATED_SHARE = 0.01
 
 
 def replicate_chosen(draft: PlanDraft) -> None:
-    """Keep the parameters that the policy names whole on every rank, beside 0-d ones, which the draft begins with."""
+    """Keep parameters that the policy names whole on every rank, after the 0-d ones, with which the draft begins."""
     for pattern in draft.policy.replicate:
         weights = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
         if not weights:
@@ -124,7 +124,7 @@ def add_ends(draft: PlanDraft) -> None:
 
 
 def add_by_size(draft: PlanDraft) -> None:
-    """Outside blocks, make a module a unit if it holds more parameters beside other units than the ceiling."""
+    """Outside blocks, make a module a unit if it holds more parameters outside other units than the ceiling."""
     rest: dict[ModuleNode, int] = {}
     for node in reversed(draft.tree.nodes):  # children before parents
         own = {weight for weight in node.own if weight.owners[0] is node and not draft.is_replicated(weight)}

@@ -1,1 +1,1 @@
-"""Whether a layout computes what one process computes: a tiny model of the same kind on CPU ranks, beside itself."""
+"""Whether a layout computes what one process computes: a tiny model of the same kind, on CPU ranks and alone."""

@@ -1,11 +1,11 @@
-"""A sharded model beside the plain one: what each computes of the same batches, and how far they are apart.
+"""A sharded model compared with the plain one: what each computes of the same batches, and how far they are apart.
 
 The plain model (transformers' own `from_pretrained`, one process) sees the batches of all ranks, one after the other;
-its gradients are their mean. Each rank of the sharded model sees its own batch, and ranks that share rows the same. The
+its gradients are their mean. Each rank of the sharded model sees its own batch, and those of one row the same. The
 random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
-is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are: the same
+is how it is trained. It is compared with the plain model, parameters in bf16 and buffers as they are: the same
 operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
 
 In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
@@ -65,7 +65,7 @@ class Case:
     folder: Path
     """Where the checkpoint is, or the adapter of one."""
     batches: dict[str, list[dict[str, Any]]]
-    """One batch of each kind (rows, padded, packed) for each group of ranks that share rows."""
+    """One batch of each kind (rows, padded, packed) for each group of ranks with the same rows."""
     dims: ParallelDims = field(default_factory=ParallelDims)
     fsdp_version: int = 2
     activation_checkpointing: bool = False
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def has_labels_in_evaluation(self) -> bool:
-        """Whether outputs are compared beside a loss; beside one, ranks that share rows have a part of the logits."""
+        """Whether outputs are compared next to a loss; ranks of context parallelism then have a part of the logits."""
         return self.dims.cp_size == 1
 
 

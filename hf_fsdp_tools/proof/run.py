@@ -1,4 +1,4 @@
-"""The proof of a layout: what CPU ranks compute beside one process, as a value, a table and JSON."""
+"""The proof of a layout: what CPU ranks compute, compared with one process, as a value, a table and JSON."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from hf_fsdp_tools.proof.compare import PRECISIONS, Found, examine, load_sharded
 from hf_fsdp_tools.text import first_line, show_count, table
 
 WORDS = 13
-"""Tokens of a random row: no power of two divides them, so that ranks which share rows have padding."""
+"""Tokens of a random row: no power of two divides them, so that ranks with the same rows have padding."""
 
 _LIMIT_S = 60.0
 """How long a rank may wait for the others: tiny models take a second, and loading libraries a few. (assumed)"""
@@ -52,7 +52,7 @@ NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "resumed states", "gener
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What a layout computes, beside what one process computes."""
+    """What a layout computes, compared with what one process computes."""
 
     model: Row
     """Class, number of parameters and inputs of the tiny model, and the configuration that it was made of."""
@@ -88,7 +88,7 @@ class Proof:
         kind += ", activation checkpointing" if self.layout.get("activation_checkpointing") else ""
         lines = [
             f"{self.model['class']} at a small size ({count} parameters, {self.model['inputs']})",
-            f"{kind}, {degrees}: {self.layout['num_processes']} CPU ranks (gloo) beside one process",
+            f"{kind}, {degrees}: {self.layout['num_processes']} CPU ranks (gloo) compared with one process",
             ", ".join(f"{name} {number}" for name, number in self.versions.items()),
             "",
             *table([("", *PRECISIONS), *self._table()], right=(1, 2)),
@@ -132,7 +132,7 @@ def prove(
     rows: Sequence[Any] = (),
     collator: Any = None,
 ) -> Proof:
-    """Train a tiny model of a configuration's kind under a layout on CPU ranks, and beside it in this process.
+    """Train a tiny model of a configuration's kind under a layout on CPU ranks, and next to it in this process.
 
     The configuration is made small by rule: few layers, experts, heads and words, of each kind of layer one. Compared
     are, in fp32 and bf16, the loaded weights, outputs in evaluation, loss and gradients of random, padded, packed and

@@ -47,12 +47,12 @@ from hf_fsdp_tools.text import listed
 
 _PART_BYTES = 64 * 2**20
 """Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
-little beside what importing torch takes. (assumed)"""
+little compared with what importing torch takes. (assumed)"""
 
 _OF_TRAININGS = (
     "*.distcp", ".metadata", "adapter_*", "optimizer*", "pytorch_model*", "scheduler*", "trainer_state.json",
 )  # fmt: skip
-"""Files and folders that lie beside weights in states of a training, and that a new checkpoint is not put between."""
+"""Files and folders that lie next to weights in states of a training, and that a new checkpoint is not put between."""
 
 _TOKENIZER = (
     "added_tokens.json", "additional_chat_templates/*", "chat_template*", "merges.txt", "*.model",
@@ -86,7 +86,7 @@ def export_checkpoint(
     for bit. From the state of a `PeftModel` the adapter alone is written. With `adapter`, the result equals PEFT's
     `merge_and_unload().save_pretrained()` on the CPU bit for bit: PEFT itself merges one adapted module at a time, in
     the dtype of the base (of its config). An adapter that was trained on a base in 4 bits (QLoRA) is merged into the
-    plain base. Tokenizer and processor files beside the adapter, the state, or its config, are copied.
+    plain base. Tokenizer and processor files next to the adapter, the state, or its config, are copied.
 
     The ranks of the default process group, if there is one, share the work. Each holds the adapter and a part of the
     model at a time: 64 MiB of tensors and 64 MiB of staging buffers; or the tensors that one conversion takes together,

@@ -103,7 +103,7 @@ class HeldWriter(ThreadedWriter):
     def write(self) -> int:
         """Write the folder; bytes of this rank. Every rank must call.
 
-        Where each value lies in which file goes to rank 0 through files beside: of many ranks it is too much for a
+        Where each value lies in which file goes to rank 0 through files next to: of many ranks it is too much for a
         round of all ranks.
         """
         folder, (rank, num_ranks) = Path(self.path), rank_and_size()

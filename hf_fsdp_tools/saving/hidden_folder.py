@@ -208,7 +208,7 @@ class HiddenFolder:
                 raise _not_shared(self.folder, f"{path.relative_to(self.folder)} is {fact}")
 
     def new_names(self) -> tuple[str, ...]:
-        """Names that the files beside the weights will have in the folder."""
+        """Names that the files next to the weights will have in the folder."""
         return tuple(sorted(f.relative_to(self.new).as_posix() for f in self.new.rglob("*") if f.is_file()))
 
     def end(self) -> None:
@@ -294,7 +294,7 @@ def _take_lock(file: Path) -> int:
 
 
 def _remove_if_killed(path: Path, now_s: float) -> None:
-    """Remove the hidden folder of a save that was killed; refuse to go on beside a save that runs."""
+    """Remove the hidden folder of a save that was killed; refuse to go on next to a save that runs."""
     owner: dict[str, Any] = {}
     is_free = None
     # The save may have ended meanwhile, or be another user's, and there may be no locks.

@@ -20,7 +20,7 @@ MANIFEST = "checkpoint_manifest.json"
 """Name of the file in the checkpoint's folder."""
 
 UNFINISHED = "unfinished_checkpoint.json"
-"""Name of the file that a save to a store puts first and removes last: beside it, no manifest means that it was cut
+"""Name of the file that a save to a store puts first and removes last: next to it, no manifest means that it was cut
 off."""
 
 _FORMAT = 1

@@ -53,7 +53,7 @@ class Material:
     quantization: Mapping[str, Any] | None = None
     """How the base of an adapter is quantised in its files."""
     copied: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors on meta by stored key, for stored ones that are copied beside those of the model (`requantize`)."""
+    """Tensors on meta by stored key, for stored ones that are copied next to those of the model (`requantize`)."""
 
 
 def material_of_model(

@@ -46,7 +46,7 @@ class SavedNames:
 
 
 def names_of(hidden: HiddenFolder, layout: Layout) -> SavedNames:
-    """The names that transformers gives to weight files, and those of all files that lie beside them by now.
+    """The names that transformers gives to weight files, and those of all files that lie next to them by now.
 
     Where the folder holds weights of an earlier save, the mark of this save is part of the names of shards
     (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index never opens files of another save.
@@ -60,7 +60,7 @@ def names_of(hidden: HiddenFolder, layout: Layout) -> SavedNames:
 
 
 def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, threads: bool) -> None:
-    """Make complete weight files and all that lies beside them the checkpoint of the folder.
+    """Make complete weight files and all that lies next to them the checkpoint of the folder.
 
     Of an adapter that lies there, which transformers would put on the new weights, the files are renamed.
     """
@@ -100,9 +100,9 @@ def index_text(names: SavedNames, layout: Layout) -> str:
 
 
 def publish_adapter(hidden: HiddenFolder) -> None:
-    """Make the files beside the (absent) weights, among them a complete adapter, the adapter of the folder.
+    """Make the files next to the (absent) weights, among them a complete adapter, the adapter of the folder.
 
-    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside
+    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` next to
     them, for which they would be taken as its base, is renamed.
     """
     with storage_errors("finish", hidden.folder):
@@ -117,7 +117,7 @@ def _weights_in(folder: Path) -> set[str]:
 
 
 def _changed(hidden: HiddenFolder) -> list[Path]:
-    """The files beside the weights that are new or differ, relative to the folder; all are synced.
+    """The files next to the weights that are new or differ, relative to the folder; all are synced.
 
     safetensors makes files that their owner alone can read, whatever the umask says.
     """
@@ -144,7 +144,7 @@ def _set_aside(hidden: HiddenFolder, names: Iterable[str]) -> list[Path]:
 def _warn_of(folder: Path, aside: Iterable[Path]) -> None:
     if renamed := [str(path) for path in aside if path.suffix != ".former"]:
         warn(
-            f"{str(folder)!r} held another kind of model, whose {listed(renamed)} would be opened with what is saved "
+            f"{str(folder)!r} had another kind of model, whose {listed(renamed)} would be opened with what is saved "
             "there now. Renamed to *.former."
         )
 
@@ -180,7 +180,7 @@ class SaveReport:
     """What one rank wrote, and the files of the checkpoint. `str()` gives a short table.
 
     Example:
-        >>> report = save_pretrained(from_pretrained("checkpoint", load_kwargs={"progress": False}), "saved-and-told")
+        >>> report = save_pretrained(from_pretrained("checkpoint", load_kwargs={"progress": False}), "with-report")
         >>> isinstance(report, SaveReport), report.files
         (True, ('model.safetensors',))
     """

@@ -21,7 +21,7 @@ from hf_fsdp_tools.stores import as_url
 
 def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:
     """The report of a save, with the page of the commit in which rank 0 uploads its files, and a model card that lies
-    beside them; without a target, as it is. Every rank must call, and waits for as long as the upload moves."""
+    next to them; without a target, as it is. Every rank must call, and waits for as long as the upload moves."""
     if target is None:
         return report
     page = ""

@@ -67,7 +67,7 @@ def keep_format(
         )
     if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
         raise ConfigError(
-            f"{listed(wrong)} of {stored.name!r} cannot stay quantised: with the adapter they have another shape. "
+            f"{listed(wrong)} of {stored.name!r} cannot be kept as stored: with the adapter they have another shape. "
             "Merge without keep_stored_format (--keep-stored-format)."
         )
     parts = [part.stored for tensor in quantized.values() for part in tensor.scales.values()]

@@ -105,7 +105,7 @@ def save_pretrained(
             models of another library are always written before the call returns.
         carry_heads: copy the heads that `load_weights` has remembered byte for byte from their files, each rank its
             part; where the model is plain and they are quantised, dequantised to its dtype. `dtype` casts them too.
-        model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
+        model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Next to an
             adapter PEFT writes its own in any case.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
             earlier saves from the repository. Rank 0 uploads, the others wait; without `blocking`, in the background. A
@@ -342,7 +342,7 @@ def prepare_save(
     tokenizer: Any,
     card: bool = False,
 ) -> SavedNames:
-    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length; the
+    """Make the hidden folder on rank 0, with all that lies next to the weights, and files for them at full length; the
     names of the files. Every rank must call, within `agreed`."""
     names = None
     if rank_and_size()[0] == 0:
@@ -360,8 +360,8 @@ def prepare_save(
 def _stage_configs(
     model: nn.Module, new: Path, where: str, dtype: torch.dtype | None, tokenizer: Any, card: bool
 ) -> None:
-    """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer; and a
-    card."""
+    """Write everything next to the weights as transformers does: config, generation config, model code, tokenizer;
+    and a card."""
     with library_errors(f"Cannot save config and tokenizer to {where!r}", UNCHANGED):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)

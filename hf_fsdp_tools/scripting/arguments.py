@@ -19,6 +19,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, TrlParser
 
+from hf_fsdp_tools import TrainerSettings
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -29,8 +30,8 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 
 @dataclass
-class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and six more.
+class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl is not typed
+    """What is trained, and how long: TRL's own options, those of the mixin, and three more.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -39,7 +40,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     """
 
     merge_adapters: bool = field(
-        default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
+        default=False,
+        metadata={"help": "Write a checkpoint with the adapter merged in, next to the adapter (merged/)."},
     )
     dequantize: bool = field(
         default=True,
@@ -52,26 +54,18 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
             "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
     )
-    ema_decay: float | None = field(
-        default=None,
-        metadata={"help": "Average the trained weights after each step (0.999, say), and save that, too (ema/)."},
-    )
-    ema_device: str | None = field(
-        default=None, metadata={"help": "cpu keeps the averages of --ema_decay in host memory."}
-    )
-    report_estimate: str | None = field(
-        default=None, metadata={"help": "Add a line of JSON to this file: what was estimated, and what was measured."}
-    )
+    streams_are_shares: bool = field(default=True, init=False)  # those of `load_splits`; no option
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
     others: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """What `parse_arguments` has returned beside this one, likewise."""
+    """What `parse_arguments` has returned next to this one, likewise."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
         name stays a name, which TRL makes a pattern.
         """
-        super().__post_init__()
+        ModelConfig.__post_init__(self)
+        TrainerSettings.__post_init__(self)
         # Small updates of a bfloat16 checkpoint would vanish if it were trained as it is stored.
         if self.dtype is None and not self.use_peft:  # type: ignore[has-type]
             self.dtype = "float32"
@@ -99,6 +93,7 @@ def parse_arguments(
     defaults: Mapping[str, Any] | None = None,
     demo: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
+    adapter_learning_rate: float = 2e-4,
 ) -> tuple[Any, ...]:
     """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
 
@@ -109,9 +104,10 @@ def parse_arguments(
     with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
 
     `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
-    the file names a model. Each name of `columns` ("text", "prompt", …) makes an option (`--prompt_column question`),
-    and `load_splits` gives the user's column the recipe's name. Each process calls it for itself, and the result is the
-    same on all. `TrainingArguments` start the process group.
+    the file names a model. With `--use_peft`, `adapter_learning_rate` holds where nobody gives a learning rate, for
+    adapters want about ten times that of all parameters. Each name of `columns` ("text", "prompt", …) makes an option
+    (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. Each process calls it for
+    itself, and the result is the same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -134,7 +130,10 @@ def parse_arguments(
     recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
-    parsed = parser.parse(_DEMO | dict(demo or {}))
+    for action in parser._actions:
+        if action.dest == "use_peft":
+            action.help = f"{action.help} The learning rate is then {adapter_learning_rate:g}, unless one is given."
+    parsed = parser.parse(_DEMO | dict(demo or {}), {"learning_rate": adapter_learning_rate})
     chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
@@ -189,10 +188,11 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
 
-    def parse(self, demo: dict[str, Any]) -> tuple[Any, ...]:
+    def parse(self, demo: dict[str, Any], adapter: dict[str, Any]) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
 
-        Without a model the values of the demo are defaults, and with early stopping what it needs of the Trainer.
+        Without a model the values of the demo are defaults, with an adapter those for one, and with early stopping what
+        it needs of the Trainer.
         """
         start = _Parser((), allow_abbrev=False, add_help=False)
         start.add_argument("--config", type=Path)
@@ -217,7 +217,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
             raise _unknown(wrong, names)
-        chosen = demo if getattr(values, "model_name_or_path", None) is None else {}
+        chosen = adapter if getattr(values, "use_peft", False) else {}
+        chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
         if getattr(values, "early_stopping_patience", None) is not None:
             chosen = chosen | _EARLY_STOP
         self.set_defaults_with_config(**(chosen | file))
@@ -333,8 +334,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
     model, data, adapts, merges = map(get, ("model_name_or_path", "dataset_name", "use_peft", "merge_adapters"))
-    four_bits, stays, decay, device = map(get, ("load_in_4bit", "dequantize", "ema_decay", "ema_device"))
-    stays = stays is False
+    four_bits, stays = get("load_in_4bit"), get("dequantize") is False
     stops, evaluates = get("early_stopping_patience") is not None, get("eval_strategy") != "no"
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
@@ -361,9 +361,6 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
         (model and not data, "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file."),
         (data and not model, f"--dataset_name {data} would not be read by the demo: add --model_name_or_path."),
         (named and not data, f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name."),
-        (not 0 <= (decay or 0) < 1, "--ema_decay: give at least 0 and less than 1, usually 0.99 to 0.9999."),
-        (device not in (None, "cpu"), f"--ema_device {device}: give cpu, or leave it out."),
-        (device and decay is None, "--ema_device needs --ema_decay: give 0.999, for example."),
         (stops and not evaluates, "--early_stopping_patience needs evaluations: leave --eval_strategy no out."),
         (pushes, "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN."),
         (get("fp16") and find_accelerator() is None, "--fp16 needs a GPU. Use --bf16 true, or neither."),

@@ -38,7 +38,7 @@ _TEST_SPLITS = ("validation", "eval", "dev")
 """Names of the evaluation split where the one of `--dataset_test_split` is absent."""
 
 _ALPACA = ({"instruction", "output"}, {"question", "answer"})
-"""Columns of a question and its answer; alpaca has `input` besides, which belongs to the question."""
+"""Columns of a question and its answer; alpaca has `input` too, which belongs to the question."""
 
 _IMAGES = {"image", "images"}
 
@@ -48,10 +48,10 @@ _LISTS = {"tokens", "tags", "ner_tags"}
 """Columns of words and their classes, which the recipe that takes them looks at."""
 
 _WORDS = _TURNS | _TEXT_OR_TURNS
-"""Columns beside that of the text of which a row needs one with something in it."""
+"""Columns other than that of the text of which a row needs one with something in it."""
 
 _OF_TRL = _WORDS | {"input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths"}
-"""Columns that TRL's trainers take for theirs beside those which a recipe trains on; source: trl 1.16."""
+"""Columns that TRL's trainers take for theirs in addition to those which a recipe trains on; source: trl 1.16."""
 
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
@@ -237,11 +237,12 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
     columns = _columns(dataset)
     if (used := next((one for one in needed if one <= columns), None)) is not None:
         dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text)
-        kept = used | ({"prompt"} if "chosen" in used else set())  # reward functions take whatever is beside the prompt
+        # reward functions take whatever is next to the prompt
+        kept = used | ({"prompt"} if "chosen" in used else set())
         if surplus := sorted(_columns(dataset) & _OF_TRL - kept) if used != {"prompt"} else []:
             dataset = dataset.remove_columns(surplus)
             if rank_and_size()[0] == 0:
-                print(f"{name}: left out beside {listed(sorted(used))}: {listed(surplus)}")
+                print(f"{name}: left out next to {listed(sorted(used))}: {listed(surplus)}")
         dataset = with_prompt_turns(dataset)
         return with_places_of_images(dataset) if used & _IMAGES else dataset
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
@@ -394,7 +395,8 @@ def share_of_stream(
 
     Every rank must call. The ranks exchange errors alone.
     """
-    rank, ranks = (number // ranks_per_row() for number in rank_and_size())  # who shares rows has neighbouring numbers
+    # ranks with the same rows have neighbouring numbers
+    rank, ranks = (number // ranks_per_row() for number in rank_and_size())
     kept_back = frozenset(_content(row, columns) for row in held_out or ())
     if stream.num_shards % ranks == 0:
         own = stream.shard(num_shards=ranks, index=rank)

@@ -24,7 +24,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import listed
 
 _FOLDER = Path("outputs", "demo")
-"""Folder of demo models and data: beside what recipes write, and never in a folder that is uploaded."""
+"""Folder of demo models and data: next to what recipes write, and never in a folder that is uploaded."""
 
 _PASSAGE_CHARACTERS = 600  # About 200 tokens of the demo tokenizer
 _EVAL_EVERY = 10  # Every tenth passage is held out, so both splits cover all topics
@@ -47,7 +47,7 @@ _CHAT_TEMPLATE = (
 def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     """The folders of a small model and of a data set below `outputs/demo`, made by the first rank of each node.
 
-    The kind of the data decides the model: "text", "prompts", "beginnings" (with a model for a teacher beside it,
+    The kind of the data decides the model: "text", "prompts", "beginnings" (with a model for a teacher next to it,
     `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images". What is there already is kept. Every
     rank must call. The other ranks wait, and stop if it fails.
 

@@ -76,7 +76,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def with_turns(row: dict[str, Any], columns: Sequence[str], keeps_parts: bool) -> dict[str, Any]:
-    """The row with turns as chat templates read them; LLaMA-Factory has the system's beside those of ShareGPT."""
+    """The row with turns as chat templates read them; LLaMA-Factory has the system's next to those of ShareGPT."""
     lists = [name for name in columns if isinstance(row[name], list)]
     turns = {name: [as_turn(turn, keeps_parts) for turn in row[name]] for name in lists}
     if row.get("system") and (rest := turns.get("conversations")) and rest[0]["role"] != "system":

@@ -1,17 +1,14 @@
 """The loss, tokens/s, learning rate and memory that a run shows and notes while it trains."""
 
-import resource
-import sys
 import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
 from transformers import TrainerCallback
 
-from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.accelerator import peak_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 
@@ -62,7 +59,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         logs = {} if logs is None else logs
         if "loss" in logs:
             measured = self._speed(args, state, logs)
-            measured["peak_memory_gb"] = round(max(all_ranks(_peak_bytes(), "comparing peak memory")) / 1e9, 3)
+            measured["peak_memory_gb"] = round(max(all_ranks(peak_bytes(), "comparing peak memory")) / 1e9, 3)
             logs.update(measured)
             if state.log_history:
                 state.log_history[-1].update(measured)
@@ -101,11 +98,3 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         if done <= 0 or rest <= 0:
             return ""
         return f", {timedelta(seconds=round((time.perf_counter() - self.start_s) / done * rest))} left"
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has held: of its accelerator, or on a CPU of the process."""
-    if find_accelerator() is not None:
-        return int(torch.accelerator.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

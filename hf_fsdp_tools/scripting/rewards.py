@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.text import did_you_mean, listed
 
 _GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-"""What TRL gives to every reward function; beside it, each column of the rows but `prompt` and `completion`."""
+"""What TRL gives to every reward function; next to it, each column of the rows but `prompt` and `completion`."""
 
 _OWN = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 """Names of TRL's script for its own functions; the first two need math_verify."""

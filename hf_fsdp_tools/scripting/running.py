@@ -1,22 +1,17 @@
 """From a checkpoint to a trained one: load, train, save, print a summary, and end."""
 
 import atexit
-import json
 import logging
 import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median_high
 from typing import Any, NoReturn
 
-import torch
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from transformers import (
@@ -28,15 +23,13 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_fsdp_tools.accelerator import device_title
-from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
+from hf_fsdp_tools import TrainerSettings
+from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.errors import FSDPToolsError, storage_errors
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
-from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
+from hf_fsdp_tools.scripting.setups import RECIPES, estimate_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
@@ -110,13 +103,8 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
         return
     global _estimate
     try:
-        setup = setup_of(_recipe, training, model_args, *model_args.others, **machine_of(accelerator))
-        kwargs = {**hub_options(model_args, training), "auto_class": RECIPES[_recipe].auto_class}
-        with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
-            memory = estimate_memory(model_args.model_name_or_path, setup, model_kwargs=kwargs)
-        time_of = throughput_of(memory)
-        rate = time_of.tokens_per_second_per_gpu if time_of.is_estimated else None
-        _estimate = {"setup": asdict(setup), "peak_gb": memory.peak_allocated / 1e9, "tokens_per_second_per_gpu": rate}
+        arguments, kwargs = (training, model_args, *model_args.others), hub_options(model_args, training)
+        memory, _estimate = estimate_of(_recipe, model_args.model_name_or_path, arguments, accelerator, **kwargs)
         most, unit = show_bytes(memory.limit_bytes).split()
         print(f"estimated peak {show_bytes(memory.total).removesuffix(f' {unit}')} of {most} {unit}", flush=True)
     except Exception as error:
@@ -135,7 +123,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     A trainer that logs rewards returns these. A resumed run goes on with the log of its checkpoint, so that the loss
     before is that of the beginning. A stream of `load_splits` stays this rank's share.
 
-    `--early_stopping_patience`, `--ema_decay` and `--ema_device` are those of `model_args`. Every rank must call.
+    `--early_stopping_patience` and the settings of the mixin are those of `model_args`. Every rank must call.
 
     Raises:
         ConfigError: no token of the rows counts in the loss, or the model sees other documents in a packed row.
@@ -153,10 +141,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         step 0 of 2: evaluation loss ...
         step 2 of 2: evaluation loss ...
     """
-    trainer.ema_decay = getattr(model_args, "ema_decay", None)
-    trainer.ema_device = getattr(model_args, "ema_device", None)
-    trainer.streams_are_shares = True
-    trainer.allow_nan = training.logging_nan_inf_filter  # which recipes leave off
+    trainer.fsdp_settings = model_args or TrainerSettings(streams_are_shares=True)
+    trainer.estimated = _estimate
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, ProgressCallback):
@@ -275,9 +261,6 @@ def finish(
         of_averages = [f" (evaluation loss {loss:.3f})" for _, loss in _logged(trainer, "ema_loss")]
         summary["averages"] = f"{folder / 'ema'}{''.join(of_averages)}"
     trainer.save_model()
-    if report := getattr(model_args, "report_estimate", None):
-        with agreed("writing the report of the estimate", report), storage_errors("write", Path(report)):
-            _report_estimate(Path(report), trainer, model_args)
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", processing_class=tokenizer, merge_adapters=True)
         summary["merged"] = f"{folder / 'merged'} (opens without PEFT)"
@@ -288,26 +271,6 @@ def finish(
     trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in texts.items()))
     wait_for_all_ranks()
     trainer.accelerator.end_training()
-
-
-def _report_estimate(file: Path, trainer: Any, model_args: Any) -> None:
-    """Add a line to a file: versions, the GPU, what was estimated (null on CPUs) and, on the same scale, measured."""
-    logged = _logged(trainer, "tokens_per_second")
-    rates = [rate for _, rate in logged[1:] or logged]  # the first has the start in it
-    rate = median_high(rates) / trainer.args.world_size if rates else None
-    peaks = [peak for _, peak in _logged(trainer, "peak_memory_gb")]
-    packages = ("hf-fsdp-tools", "torch", "transformers", "accelerate", "trl")
-    line = {
-        "versions": {name: version(name) for name in packages},
-        "gpu": device_title(trainer.accelerator.device),
-        "model": model_args.model_name_or_path,
-        "recipe": _recipe,
-        "estimated": _estimate,
-        "measured": {"peak_gb": max(peaks, default=None), "tokens_per_second_per_gpu": rate},
-    }
-    if trainer.accelerator.is_main_process:
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, default=str) + "\n")
 
 
 def _picture(trainer: Any, folder: Path) -> str:

@@ -1,11 +1,13 @@
 """What a recipe trains with its options, as a `TrainingSetup`, and which options make it train a setup."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.accelerator import device_title
@@ -15,6 +17,9 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.text import comment
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.foresight.memory import MemoryEstimate
 
 DEFAULT_RECIPE = "finetune"
 
@@ -31,7 +36,7 @@ class Recipe:
     """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
     fields: dict[str, Any] = field(default_factory=dict)  # Of `TrainingSetup`, which no option changes
     options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
-    frozen: str = ""  # The option for a model beside the one that is trained
+    frozen: str = ""  # The option for a model next to the one that is trained
     rates: tuple[float, float] = (1e-5, 2e-4)
     """Learning rates of all parameters and of an adapter to begin with. (usual values; none is searched)"""
     note: str = ""  # What an estimate leaves out
@@ -80,7 +85,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
         >>> setup = setup_of("dpo", script, training, model_args, gpu="h100-80gb", num_processes=8)
-        >>> setup.batch_size, setup.rows_per_example
+        >>> setup.per_device_train_batch_size, setup.rows_per_example
         (1, 2)
     """
     own = RECIPES[recipe]
@@ -97,7 +102,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     targets = targets if isinstance(targets, str | None) else tuple(targets)
     values = {
         "max_length": max(lengths) * (2 if own.lengths == ("max_completion_length",) else 1),
-        "batch_size": get("per_device_train_batch_size"),
+        "per_device_train_batch_size": get("per_device_train_batch_size"),
         "rows_per_example": len(columns.split(",")) if columns else own.rows,
         "gradient_accumulation_steps": get("gradient_accumulation_steps", 1),
         "sync_each_batch": (accelerate.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", True),
@@ -132,11 +137,32 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "gpu": gpu_named(device_title(accelerator.device) or "").name,
         "num_processes": accelerator.num_processes,
         "gpus_per_node": rank_on_node()[1],
-        "precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
+        "mixed_precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
         "ep_size": plugin.ep_size,
         "reshard_after_forward": plugin.reshard_after_forward is not False,
-        "offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
+    }
+
+
+def estimate_of(
+    recipe: str, model: Any, arguments: Sequence[Any], accelerator: Any, *, loss: Any = None, **model_kwargs: Any
+) -> tuple["MemoryEstimate", dict[str, Any]]:
+    """What a recipe takes with its arguments on the GPUs of an Accelerator, and the same as values for JSON; without
+    data, in some seconds for a large model. `model_kwargs` go before the class of model that the recipe trains."""
+    from hf_fsdp_tools.foresight.memory import estimate_memory
+    from hf_fsdp_tools.foresight.throughput import throughput_of
+
+    setup = replace(setup_of(recipe, *arguments, **machine_of(accelerator)), loss=loss)
+    kwargs = {"auto_class": RECIPES[recipe].auto_class, **model_kwargs}
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
+        memory = estimate_memory(model, setup, model_kwargs=kwargs)
+    speed = throughput_of(memory)
+    rate = speed.tokens_per_second_per_gpu if speed.is_estimated else None
+    return memory, {
+        "setup": asdict(setup),
+        "peak_gb": memory.peak_allocated / 1e9,
+        "tokens_per_second_per_gpu": rate,
     }
 
 
@@ -150,7 +176,7 @@ def _optimizer(optim: Any, arguments: str | None) -> str:
 
 
 def _frozen(recipe: str, adapts: bool, get: Callable[[str], Any]) -> tuple[str, ...]:
-    """The models that a recipe holds beside the one that it trains: a reference, a teacher, one that rewards."""
+    """The models that a recipe holds next to the one that it trains: a reference, a teacher, one that rewards."""
     has_reference = (recipe == "dpo" and not get("precompute_ref_log_probs")) or (recipe == "grpo" and get("beta"))
     names = [RECIPES[recipe].frozen, "model_name_or_path" if has_reference and not adapts else ""]
     return tuple(value for name in names if name and (value := get(name)))
@@ -162,7 +188,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
 
     own, steps, adapts = RECIPES[recipe], setup.gradient_accumulation_steps, setup.lora_r is not None
     optim, *optim_args = OPTIMIZERS.get(setup.optimizer, (setup.optimizer,))[0].split(" --optim_args ")
-    part = gcd(_ANSWERS, setup.batch_size * steps * setup.rows_at_once)
+    part = gcd(_ANSWERS, setup.per_device_train_batch_size * steps * setup.rows_at_once)
     unsynced = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
     targets = setup.lora_target_modules
     names = [targets] if isinstance(targets, str) else list(targets or ())
@@ -172,7 +198,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
         "dataset_name": "DATASET",
         own.frozen: setup.frozen_models[0] if own.frozen and setup.frozen_models else None,
         **{name: setup.max_length // (2 if "completion" in name else 1) for name in own.lengths},
-        "per_device_train_batch_size": setup.batch_size,
+        "per_device_train_batch_size": setup.per_device_train_batch_size,
         "gradient_accumulation_steps": steps,
         "optim": optim if setup.optimizer != "adamw" else None,
         "optim_args": "".join(optim_args) or None,

@@ -83,6 +83,6 @@ def _set_template(target: Any, tokenizer: Any, training: Any) -> None:
     if unknown := [token for token in used if token not in tokenizer.get_vocab()]:
         raise ConfigError(
             f"{option}: its template uses {listed(unknown)}, which the tokenizer of the model does not have. Use a "
-            "template of the model's own tokens, or add the tokens to a copy of the model first."
+            "template of the model's own tokens, or add the tokens to a copied model first."
         )
     target.chat_template = other.chat_template

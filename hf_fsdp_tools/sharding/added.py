@@ -114,7 +114,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     replaced = _take_up(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
     for module in model.modules():
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
-            # Adaption prompts have it: they would call the base beside FSDP's hooks.
+            # Adaption prompts have it: they would call the base past FSDP's hooks.
             module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
     if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
@@ -191,7 +191,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
 
 def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
-    """Bring what PEFT keeps outside the base, beside its shards, to the device of the computation."""
+    """Bring what PEFT keeps outside the base, next to its shards, to the device of the computation."""
     inside = set(base.modules())
     for module in model.modules():
         if module not in inside:

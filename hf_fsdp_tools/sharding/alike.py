@@ -1,4 +1,4 @@
-"""What ranks that share rows, or layers, must have in common: rows, draws, and the weights that each holds whole."""
+"""What ranks with the same rows, or layers, must have in common: rows, draws, and the weights that each holds whole."""
 
 from collections.abc import Iterable
 
@@ -54,7 +54,7 @@ def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
 
 
 def drifted(model: nn.Module, layers: DeviceMesh | None) -> list[str]:
-    """The weights that the ranks of a layer each hold whole, beside their shards, and that differ between them.
+    """The weights that the ranks of a layer each hold whole, next to their shards, and that differ between them.
 
     Every rank must call; two numbers for each such weight are reduced over `layers`.
     """

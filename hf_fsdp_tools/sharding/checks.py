@@ -98,7 +98,7 @@ class ParameterChecks(Feature):
             is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
             if packed_parameters(module) and not trained and not is_prefixed:
                 raise ConfigError(
-                    f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give "
+                    f"Nothing of {type(module).__name__} can be trained: its weights are quantised as stored. Give "
                     "from_pretrained a peft_config, or dequantize=True; or run it under torch.no_grad()."
                 )
             is_checked = True

@@ -106,8 +106,8 @@ def bytes_sharded() -> Iterator[None]:
 
 
 def reduce_in_one_dtype() -> None:
-    """Let torch reduce gradients of two dtypes in one unit: what is kept in fp32 beside bf16, and what was accumulated,
-    in fp32, beside what this pass alone made (pytorch#196996). Call it once in a process."""
+    """Let torch reduce gradients of two dtypes in one unit: what is kept in fp32 next to bf16, and what was
+    accumulated, in fp32, next to what this pass alone made (pytorch#196996). Call it once in a process."""
     torchs: Any = _fsdp_param_group
     own = torchs.foreach_reduce
 

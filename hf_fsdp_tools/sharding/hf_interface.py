@@ -79,7 +79,7 @@ def answer_for_shards(model: nn.Module) -> None:
 
     - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
       `resize_token_embeddings`; of PEFT models, too. `model.push_to_hub` is refused, with the call that does the same.
-    - `model.requires_grad_(True)` is refused where weights stay quantised.
+    - `model.requires_grad_(True)` is refused where weights are quantised as stored.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
     answers: dict[str, Callable[..., Any]] = {
@@ -114,8 +114,8 @@ def _requires_grad(model: nn.Module, plain: Any, requires_grad: bool = True) -> 
     """Answer `model.requires_grad_(…)`, which bytes cannot have."""
     if requires_grad and (packed := packed_parameters(model)):
         raise ConfigError(
-            f"{listed(packed)} cannot be trained while they stay quantised. Give from_pretrained a peft_config, or "
-            "dequantize=True."
+            f"{listed(packed)} cannot be trained while they are quantised as stored. Give from_pretrained a "
+            "peft_config, or dequantize=True."
         )
     return plain(requires_grad)
 

@@ -1,4 +1,4 @@
-"""Hooks of a sharded model beside FSDP2's own.
+"""Hooks of a sharded model next to FSDP2's own.
 
 Under mixed precision the modules that compute with shards get inputs in their dtype, and the root runs in autocast,
 which computes losses in fp32: FSDP2 itself would cast what enters the root, with labels, token counts and masks. The
@@ -207,7 +207,7 @@ def _first_with_shards(
 def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
-    Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
+    Rotary tables next to hidden states that have this dtype already are left alone: a model that makes them in fp32
     rotates in fp32.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
@@ -221,7 +221,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        # A number beside hidden states takes their dtype; the Trainer hands a count to each layer.
+        # A number next to hidden states takes their dtype; the Trainer hands a count to each layer.
         if not value.is_floating_point() or value.dtype == dtype or not value.dim():
             return value
         # The least number of fp32, which masks are made of, is no number of bf16 or fp16: it stays one, and not -inf.

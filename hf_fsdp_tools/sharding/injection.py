@@ -126,7 +126,7 @@ def refuse_for_any(config: Any) -> None:
     """Refuse methods of PEFT that train with no kind of shards."""
     if _kind(config) in _BESIDE_FORWARD:
         raise ConfigError(
-            f"{_kind(config)} computes with weights beside the forward passes of their modules, when no rank has them "
+            f"{_kind(config)} computes with weights outside the forward passes of their modules, when no rank has them "
             "whole. Use LoraConfig, with rank_pattern where modules are to have other ranks."
         )
 
@@ -143,8 +143,8 @@ def refuse_for_shards(config: Any, model: nn.Module, sharding: Any) -> None:
     owners = {fqn: accumulate(fqn.split(".")[:-1], "{}.{}".format) for fqn in packed_parameters(model) if whole}
     if trained := [fqn for fqn, names in owners.items() if any(name.endswith(whole) for name in names)]:
         raise ConfigError(
-            f"modules_to_save would train {listed(trained)}, which stay quantised. Leave them out, or load the base "
-            "without dequantize=False."
+            f"modules_to_save would train {listed(trained)}, which are quantised as stored. Leave them out, or load "
+            "the base without dequantize=False."
         )
     start = getattr(config, "init_lora_weights", None)
     needs = {

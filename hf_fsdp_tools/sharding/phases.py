@@ -40,7 +40,7 @@ class Phase(IntEnum):
     COPY = 14  # of outputs that are views of gathered weights
     RESHARD = 15  # FSDP2's own hook
     KEEP = 16  # what the backward pass needs is asked for, or gathered
-    OUTPUT = 17  # in fp32; FSDP2 is told of units that end here
+    OUTPUT = 17  # in fp32; FSDP2 is given the units that end here
     WORDS = 18  # logits of a divided head become DTensors
     WHOLE = 19  # parts of rows are joined, and losses are those of whole rows
 
@@ -60,7 +60,7 @@ class Hook:
 
 
 class Surgery(Protocol):
-    """What a feature has changed in a model beside hooks."""
+    """What a feature has changed in a model in addition to hooks."""
 
     def remove(self) -> None:
         """Undo it."""

@@ -33,7 +33,7 @@ def with_tensor(value: Any, old: torch.Tensor | None, new: Any) -> Any:
 def reach_from_each(output: Any, weights: Sequence[torch.Tensor]) -> Any:
     """An output of a model, of which every tensor that needs a gradient reaches the weights: a loss may be made of any.
 
-    TRL's trainers take the log-probabilities beside a loss, others the logits.
+    TRL's trainers take the log-probabilities next to a loss, others the logits.
     """
     tensors = list({id(tensor): tensor for tensor in _in_graph(output)}.values())
     if not tensors or not weights or not torch.is_grad_enabled():

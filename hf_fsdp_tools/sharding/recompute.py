@@ -1,4 +1,4 @@
-"""What blocks keep from the forward to the backward pass: of which blocks activations are computed again, what these
+"""What blocks keep from the forward to the backward pass: of which blocks activations are recomputed, what these
 keep all the same, and where.
 
 A checkpointed block keeps its input, the hidden states. Offloaded, these lie in host memory from the end of the block's
@@ -48,7 +48,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Which blocks compute their activations again in the backward pass, and what they keep for it."""
+    """Which blocks recompute their activations in the backward pass, and what they keep for it."""
 
     every_n_layers: int = 1
     """The blocks 0, n, 2n, … of each stack are checkpointed, the others keep their activations."""
@@ -213,7 +213,7 @@ def _memories(values: Any) -> set[int]:
 
 
 class Link(Protocol):
-    """What copies between a device and the host, beside the computation."""
+    """What copies between a device and the host, next to the computation."""
 
     def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
         """Begin to copy a tensor of one dimension into host memory: that memory, and a mark behind the copy."""
@@ -370,7 +370,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Checkpointing(Feature):
-    """Blocks compute their activations again in the backward pass, as a model's `activation_checkpointing` says."""
+    """Blocks recompute their activations in the backward pass, as a model's `activation_checkpointing` says."""
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Blocks that transformers marks are looked for."""
@@ -378,7 +378,7 @@ class Checkpointing(Feature):
             check_checkpointing(model, sharding.activation_checkpointing)
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
-        """Blocks get torch's checkpoint; the cache is turned off, which would keep what is to be computed again."""
+        """Blocks get torch's checkpoint; the cache is turned off, which would keep what is to be recomputed."""
         if sharding.activation_checkpointing is not None:
             turn_cache_off(model)
             checkpoint_activations(model, sharding.activation_checkpointing)

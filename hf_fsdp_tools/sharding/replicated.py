@@ -1,6 +1,6 @@
-"""Replicated parameters, which every rank holds whole: their gradients are averaged, clipped and stepped beside shards.
+"""Replicated parameters, which every rank holds whole: gradients are averaged, clipped and stepped next to shards.
 
-Parameters that FSDP cannot shard (0-d), or that the policy keeps whole, stand beside shards in one model and in one
+Parameters that FSDP cannot shard (0-d), or that the policy keeps whole, stand next to shards in one model and in one
 group of an optimizer. FSDP2 reduces the gradients of shards only. They are plain tensors, which torch's functions over
 lists of tensors do not mix with DTensors.
 """
@@ -36,7 +36,7 @@ class WholeGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; beside a DTensor, with a replicated DTensor of the same memory."""
+        """Call a function of torch; next to a DTensor, with a replicated DTensor of the same memory."""
         operands = (args, kwargs or {})
         mesh = next((leaf.device_mesh for leaf in tree_leaves(operands) if isinstance(leaf, DTensor)), None)
         if mesh is None:

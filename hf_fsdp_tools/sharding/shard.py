@@ -58,8 +58,8 @@ from hf_fsdp_tools.text import dtype_name, listed
 
 @cache
 def features() -> list[Feature]:
-    """What is done to a model beside gathering and reducing its units: the `FEATURE` of each module of `extensions/`,
-    then the core's own. Each call gives the same list."""
+    """What is done to a model in addition to gathering and reducing its units: the `FEATURE` of each module of
+    `extensions/`, then the core's own. Each call gives the same list."""
     added = [own for module in extensions() if (own := getattr(module, "FEATURE", None)) is not None]
     return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), Whole(), SkippedUnits(), Buffers()]
 

@@ -131,7 +131,7 @@ class Feature:
         """Change the model before FSDP2 is applied to it for the first time. Communicate nothing."""
 
     def again(self, model: nn.Module, sharding: Sharding) -> None:
-        """Change a copy of the model, before FSDP2 is applied to it, where copies do not have what was changed."""
+        """Change a copied model, before FSDP2 is applied to it, where copies do not have what was changed."""
 
     def added(self, model: nn.Module) -> None:
         """Change adapters that were added to a sharded model, before FSDP2 is applied to it again, or refuse them."""

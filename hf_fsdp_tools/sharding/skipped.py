@@ -36,7 +36,7 @@ from hf_fsdp_tools.sharding.reached import first_float, reach_all, reach_from_ea
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
-"""How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
+"""How the names of inputs other than a text begin, in transformers: a batch without them does not run their encoder."""
 
 _NOWHERE = 2**40
 """The place of a rank that comes to no unit any more: after that of any unit."""
@@ -88,7 +88,7 @@ class _Passes:
     def _forget(self) -> None:
         self._runs = self._meets = False
         self._count = 0
-        """The number of inputs beside the text that this rank has."""
+        """The number of inputs other than the text that this rank has."""
         self._open: dict[int, int] = {}
         """How many units have taken part, of the stacks whose owner runs."""
         self._pending: list[torch.Tensor] = []
@@ -116,7 +116,7 @@ class _Passes:
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
-        """A forward pass; of one that raised, nothing is left for units beside it."""
+        """A forward pass; of one that raised, nothing is left for units next to it."""
         try:
             yield
         finally:
@@ -298,7 +298,7 @@ def _units_below(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
 
 
 def _own_weights(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The weights of a unit that need a gradient, as they are registered now, and whole ones beside them."""
+    """The weights of a unit that need a gradient, as they are registered now, and whole ones next to them."""
     own = (module for module in _below(modules) if module in modules or not isinstance(module, FSDPModule))
     weights = (weight for module in own for weight in module._parameters.values())
     return list(dict.fromkeys(weight for weight in weights if weight is not None and weight.requires_grad))

@@ -27,7 +27,7 @@ class Part:
     name: str
     """The tensor's name in the checkpoint."""
     box: Box
-    """Where the part lies in the tensor; of a weight that stays quantised, in its bytes."""
+    """Where the part lies in the tensor; of a weight that is quantised as stored, in its bytes."""
     data: torch.Tensor
     """A view of the model's shard, of the box's lengths and any strides, in the model's dtype."""
     dtype: torch.dtype

@@ -143,8 +143,8 @@ class LiveWeights:
             device: of the tensors; by default that of the model's mesh.
 
         Every rank must iterate to the end, whatever happens to it; `send` sees to that. Shards go from a rank that
-        holds them straight to each of `to`, in the dtype asked for. Tensors that stay quantised are given as bytes, as
-        the checkpoint has them.
+        holds them straight to each of `to`, in the dtype asked for. Tensors that are quantised as stored are given as
+        the bytes of the checkpoint.
 
         Raises:
             ConfigError: a tensor is larger than `bucket_bytes`; arguments differ between ranks.
@@ -262,8 +262,8 @@ class LiveWeights:
     def _refuse_unready(self) -> None:
         if not self.tensors:
             raise ConfigError(
-                f"{type(self._model).__name__} has no tensors to stream: its adapter works beside the base, as prompts "
-                "do. Save it as an adapter."
+                f"{type(self._model).__name__} has no tensors to stream: its adapter works next to the base, as "
+                "prompts do. Save it as an adapter."
             )
         state = saved_tensors(self._model)
         empty = [key for key, tensor in state.items() if tensor.is_meta and id(tensor) not in self._standing_for]

@@ -97,13 +97,13 @@ def mergeable(model: nn.Module) -> Adapted:
         )
     if packed_parameters(base):
         raise ConfigError(
-            "Adapters are merged into floats, and this base stays quantised. Save the adapter, and merge it then: "
+            "Adapters are merged into floats, and this base is quantised as stored. Save the adapter, then merge it: "
             "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint); FP8 stays FP8 with --keep-stored-format."
         )
     wrappers = list(_outermost(base))
     if not wrappers:
         raise ConfigError(
-            f"{type(model).__name__} has no adapter in its modules that could be merged: it works beside the base, as "
+            f"{type(model).__name__} has no adapter in its modules that could be merged: it works next to the base, as "
             "prompts do. Save it as an adapter, without merge_adapters, and load it with PEFT."
         )
     check = getattr(getattr(model, "base_model", None), "_check_merge_allowed", None)

@@ -22,7 +22,7 @@ class SavedTensor:
     """A tensor of the checkpoint that a model would be saved as."""
 
     symbol: PieceTensor
-    """The model elements that it is made of; bytes, of a weight that stays quantised."""
+    """The model elements that it is made of; bytes, of a weight that is quantised as stored."""
     element: torch.dtype
     """The dtype in which an element of `symbol` goes out."""
 

@@ -162,5 +162,5 @@ CENSUS = Census(
     prepare=quantised_case,
     compare=examine_on_ranks,
     judge=trained.judged,
-    refusal="cannot stay quantised",
+    refusal="cannot be kept as stored",
 )

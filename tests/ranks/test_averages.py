@@ -131,7 +131,7 @@ def trainer(folders: dict[str, Path], out: Path, **settings: Any) -> Any:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 1} | settings
     rows = make_rows(16)
     made: Any = ShardedTrainer(model, arguments(out, **settings), train_dataset=rows, eval_dataset=rows[:4])
-    made.ema_decay = DECAY
+    made.fsdp_settings.ema_decay = DECAY
     return made
 
 
@@ -158,7 +158,7 @@ def of_a_trainer(folders: dict[str, Path], root: Path) -> list[dict[str, torch.T
     assert made.evaluate()["eval_loss"] == loss
     middle = str(root / "run" / "checkpoint-2")
     going_on = trainer(folders, root / "on")
-    going_on.blocking = False
+    going_on.fsdp_settings.blocking = False
     going_on.add_callback(Noting(going_on))
     going_on.train(resume_from_checkpoint=middle)
     assert not any(type(each).__name__ == "Averaging" for each in made.callback_handler.callbacks)
@@ -171,7 +171,7 @@ def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.T
     made.add_callback(Noting(made))
     made.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
     without = trainer(folders, root / "without", max_steps=2)
-    without.ema_decay = None
+    without.fsdp_settings.ema_decay = None
     without.train()
     lacking = trainer(folders, root / "lacking", max_steps=2)
     with pytest.raises(CheckpointError, match=r"lacks the moving averages \(ema_state/.metadata\)"):

@@ -263,6 +263,6 @@ def test_the_command(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["export", str(state), str(tmp_path / "out"), "--max-shard-size", SIZE]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert [line.split()[0] for line in out.splitlines()] == ["wrote", "beside", "took"]
+    assert [line.split()[0] for line in out.splitlines()] == ["wrote", "also", "took"]
     assert "(4 weight files, 183.7 kB)" in out
     assert files_of(tmp_path / "out") == files_of(expected)

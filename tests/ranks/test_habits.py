@@ -1,6 +1,7 @@
 """Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
+from hf_fsdp_tools.accelerator import peak_bytes
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
@@ -219,8 +222,25 @@ def losses_that_are_no_numbers(parent: Path) -> None:
     made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
     with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with tensor\(\[\d, "):
         made.train()
-    made.allow_nan = True
+    made.fsdp_settings.allow_nan = True
     assert made.train().global_step == 3
+
+
+def a_run_that_reports_what_it_took(parent: Path) -> None:
+    """One line of rank 0, of the rank that needs most."""
+    file = parent / "report.jsonl"
+    for _ in range(2):
+        made = trainer(parent, max_steps=3, logging_steps=1)
+        made.fsdp_settings.report_estimate = str(file)
+        made.train()
+    *_, line = map(json.loads, file.read_text().splitlines())
+    assert len(file.read_text().splitlines()) == 2 and (line["trainer"], line["estimated"]) == ("Trainer", None)
+    peaks = all_ranks(peak_bytes() / 1e9, "comparing")
+    assert 0 < line["measured"]["peak_gb"] <= max(peaks) and line["measured"]["tokens_per_second_per_gpu"] > 0
+    made.fsdp_settings.report_estimate = str(parent)
+    with pytest.raises(CheckpointError, match=r"(?i)is a directory"):
+        made.train()
+    assert made.state.global_step == 3, "it is refused before the first step"
 
 
 def an_ended_run_that_is_resumed(parent: Path) -> None:
@@ -243,6 +263,6 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
         gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
         heads_that_ranks_choose, weights_that_micro_batches_choose, buffers_that_forward_changes,
         evaluations_in_bf16_alone, unused_parameters_are_looked_for_where_a_trainer_is_asked,
-        losses_that_are_no_numbers, an_ended_run_that_is_resumed,
+        losses_that_are_no_numbers, a_run_that_reports_what_it_took, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)

@@ -143,7 +143,7 @@ def a_trainers_checkpoint(blocking: bool, steps: int, folders: dict[str, Path], 
     source, run = folders["glm4_moe"], tmp / f"run {blocking}"
     args = arguments(run, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=1)
     trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=make_rows(4))
-    trainer.blocking = blocking
+    trainer.fsdp_settings.blocking = blocking
     trainer.train(resume_from_checkpoint=steps == 2)
     assert_carried(run / f"checkpoint-{steps}", source)
 

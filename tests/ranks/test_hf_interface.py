@@ -15,7 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
-from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained, wait_for_saves
+from hf_fsdp_tools import (
+    FSDPTrainerMixin,
+    TrainerSettings,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+    wait_for_saves,
+)
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.sharding import sharding_of
@@ -246,7 +253,7 @@ class LibraryTrainer(Trainer):
 
 
 class ShardedLibraryTrainer(FSDPTrainerMixin, LibraryTrainer):
-    blocking = False  # the files of the library are written before training goes on
+    fsdp_settings = TrainerSettings(blocking=False)  # the files of the library are written before training goes on
 
 
 def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:

@@ -230,7 +230,7 @@ def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
 
 def refused(folder: Path, tmp: Path) -> None:
     said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
-    assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
+    assert "experts_implementation 'batched_mm' cannot compute with experts quantised as stored" in said
     ordered = tmp / "ordered" / "gptq"
     if dist.get_rank() == 0:
         with_order(folder / "gptq", ordered)
@@ -350,13 +350,13 @@ def nothing_to_train(folder: Path, tmp: Path) -> None:
     model = from_pretrained(folder / "fp8", dequantize=False, **QUIET)
     batch = batches_of(make_rows(2), 2)[0]
     said = refusal(lambda: model.train()(**batch))
-    assert "stay quantised" in said and "peft_config" in said and "dequantize" in said
+    assert "are quantised as stored" in said and "peft_config" in said and "dequantize" in said
     with torch.no_grad():
         model(**batch)
     said = refusal(lambda: model.requires_grad_(True))
     assert "q_proj.weight" in said and "peft_config" in said
     trainer = ShardedTrainer(model=model, args=arguments(tmp / "x"), train_dataset=make_rows(4))
-    assert "stay quantised" in refusal(trainer.train)
+    assert "are quantised as stored" in refusal(trainer.train)
     saved = "modules_to_save would train model.layers.0"
     for expected, config in (
         (f"{saved}.self_attn.v_proj.weight", LoraConfig(**ADAPTER, modules_to_save=["v_proj"])),
@@ -378,11 +378,11 @@ def checkpoints_that_do_not_fit(folder: Path, tmp: Path) -> None:
             "fp8", {f"{proj}_scale_inv": torch.ones(7, 3)}, {},
         ),
         (
-            "lm_head.weight cannot be resized while it stays quantised", "compressed per channel",
+            "lm_head.weight cannot be resized while it is quantised as stored", "compressed per channel",
             {"lm_head.weight": head, "lm_head.weight_scale": scales}, {"num_tokens": 133},
         ),
         (
-            "layers.0.mlp.experts.gate_up_proj of MixtralForCausalLM cannot stay quantised (fp8)",
+            "layers.0.mlp.experts.gate_up_proj of MixtralForCausalLM cannot be kept as stored (fp8)",
             "fp8 experts", {of_one: torch.ones(1, 1)}, {},
         ),
     )  # fmt: skip
@@ -427,7 +427,7 @@ def grpo(folder: Path, tmp: Path) -> None:
 def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
     model = from_pretrained(folder / "fp8", dequantize=False, peft_config=ADAPTER, **QUIET)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        assert "stays quantised, and nothing can be added to it" in refusal(merge)
+        assert "is quantised as stored, and nothing can be added to it" in refusal(merge)
 
 
 SAVED = ("fp8 experts", "compressed int4", "compressed nvfp4", "gptq experts")

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import hf_fsdp_tools
-from hf_fsdp_tools import from_pretrained, make_accelerator, steps
+from hf_fsdp_tools import TrainerSettings, from_pretrained, make_accelerator, steps
 from tests._checkpoints import make_quantized, small_llama, word_tokenizer
 from tests._dist import run_ranks
 from tests._store import on_ranks, s3_server
@@ -27,7 +27,10 @@ for _package in ("s3fs", "moto"):
     pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("guide", "training", "checkpoints", "adapters", "plans")))
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("guide", "training", "checkpoints", "adapters", "plans")),
+)
 BLOCKS = {
     f"{page}, block {number}": code
     for page in PAGES
@@ -91,7 +94,7 @@ class Given(dict[str, Any]):
         return Dataset.from_dict({"prompt": ["w3 w4"] * 4, "chosen": [" w5"] * 4, "rejected": [" w6"] * 4})
 
     def _trainer(self) -> ShardedTrainer:
-        kind = type("Averaging", (ShardedTrainer,), {"ema_decay": 0.999})
+        kind = type("Averaging", (ShardedTrainer,), {"fsdp_settings": TrainerSettings(ema_decay=0.999)})
         options = self["arguments"]  # before the model: the accelerator of the block's own model is no longer asked
         model = from_pretrained(self["name"], accelerator=make_accelerator(options))
         trainer: ShardedTrainer = kind(model=model, args=options, train_dataset=make_rows(4))
@@ -106,7 +109,8 @@ def one_block(title: str, folder: Path, url: str) -> None:
     place = folder / re.sub(r"\W+", "-", title)
     place.mkdir()
     os.chdir(place)
-    exec(compile(code, title, "exec"), {}, Given(code, folder, url))
+    bodies = {"TrainerSettings": TrainerSettings}  # that of a class does not see what is given
+    exec(compile(code, title, "exec"), bodies, Given(code, folder, url))
     for saved, file in LEAVES.items():
         assert f'"{saved}"' not in code or Path(saved, file).exists(), f"{title} leaves no {saved}/{file}"
 

@@ -161,5 +161,5 @@ def test_a_recipe_on_tables_and_columns_that_do_not_fit(tmp_path: Path) -> None:
         {"labels": [*words, model, "--dataset_name", labelled]},
         refused={"tokens": [*words, str(tmp_path / "larger"), "--dataset_name", tools]},
     )
-    assert "a.jsonl: left out beside text: labels" in runs.of("labels")
+    assert "a.jsonl: left out next to text: labels" in runs.of("labels")
     assert "tokens, and the model" in runs.error("tokens")

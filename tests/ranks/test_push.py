@@ -126,7 +126,7 @@ def trainer_of(model: Any, folder: Path, name: str, **settings: Any) -> ShardedT
 
 def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) -> None:
     trainer = trainer_of(from_pretrained(main), out / "trained", "org/trained", hub_strategy="checkpoint")
-    trainer.blocking = False  # uploads begin when the thread that writes has finished
+    trainer.fsdp_settings.blocking = False  # uploads begin when the thread that writes has finished
     trainer.train()
     trainer.model.add_model_tags("ours")
     page = trainer.push_to_hub(tags="asked")

@@ -8,7 +8,7 @@ import pytest
 from accelerate import ParallelismConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_fsdp_tools import FSDPPlugin, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools import FSDPPlugin, ParallelDims, TrainerSettings, from_pretrained, make_accelerator
 from tests._checkpoints import make_checkpoint, make_quantized, refusal, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -26,16 +26,16 @@ def fsdp1_and_ranks_that_share(name: str, folder: Path) -> None:
 def quantised_weights_in_parts(folder: Path) -> None:
     options = {"mesh": ParallelDims(tp_size=2), "peft_config": LORA, "load_kwargs": {"progress": False}}
     said = refusal(lambda: from_pretrained(folder / "fp8", dequantize=False, **options))
-    assert "cannot divide weights that stay quantised" in said, said
+    assert "cannot divide weights that are quantised as stored" in said, said
     if find_spec("bitsandbytes") is not None:
         four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         said = refusal(lambda: from_pretrained(folder / "small", quantization_config=four, **options))
-        assert "cannot divide weights that stay quantised" in said, said
+        assert "cannot divide weights that are quantised as stored" in said, said
 
 
 def averages_of_flat_parameters(folder: Path) -> None:
     class Averaging(ShardedTrainer):
-        ema_decay = 0.9
+        fsdp_settings = TrainerSettings(ema_decay=0.9)
 
     args = arguments(folder / "run", max_steps=1, fsdp=True, fsdp_config={"version": 1})
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")

@@ -322,7 +322,7 @@ def _best(name, source, out):
         )
         with pytest.raises(CheckpointError, match=said):
             later.train(resume_from_checkpoint=True)
-        later.allow_incomplete = True
+        later.fsdp_settings.allow_incomplete = True
         with pytest.warns(UserWarning, match=r"lacks the optimizer.*anew") if dist.get_rank() == 0 else nullcontext():
             later.train(resume_from_checkpoint=True)
 

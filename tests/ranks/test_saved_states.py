@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
+from hf_fsdp_tools import CheckpointError, TrainerSettings, from_pretrained, make_accelerator, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import accelerator_state
@@ -77,18 +77,18 @@ class Remembers(TrainerCallback):
 
 def _trainer(source: Path, out: Path, kind: Any = ShardedTrainer, **settings: Any) -> Any:
     callbacks = settings.pop("callbacks", None)
-    attributes = settings.pop("attributes", {})
+    ours, failing = TrainerSettings(**settings.pop("ours", {})), settings.pop("failing", None)
     made = arguments(out, **{"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **settings})
     model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
-    trainer = kind(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
-    for name, value in attributes.items():
-        setattr(trainer, name, value)
+    given = {"train_dataset": make_rows(32), "callbacks": callbacks, "fsdp_settings": ours}
+    trainer = kind(model=model, args=made, **given)
+    trainer.failing = failing
     return trainer
 
 
 def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) -> None:
     folder, remembers = out / "run", Remembers()
-    settings = {"max_steps": 3, "save_total_limit": limit, "attributes": {"blocking": blocking, "ema_decay": 0.5}}
+    settings = {"max_steps": 3, "save_total_limit": limit, "ours": {"blocking": blocking, "ema_decay": 0.5}}
     trainer = _trainer(source, folder, callbacks=[remembers], **settings)
     with moments(folder, out / "copies", dist.get_rank() == 0) as seen:
         trainer.train()
@@ -112,7 +112,7 @@ def a_number_that_exists(source: Path, out: Path) -> None:
     saved = []
     for blocking in (None, False):
         folder, remembers = out / "run", Remembers()
-        settings = {"max_steps": 1, "callbacks": [remembers], "attributes": {"blocking": blocking is not False}}
+        settings = {"max_steps": 1, "callbacks": [remembers], "ours": {"blocking": blocking is not False}}
         trainer = _trainer(source, folder, learning_rate=1e-3 * len(saved) + 1e-3, **settings)
         watching = dist.get_rank() == 0 and blocking is not None
         with moments(folder, out / "copies", watching) as seen:
@@ -137,7 +137,7 @@ class FailsAlone(ShardedTrainer):
 
 
 def fails_alone_while_the_optimizer_is_saved(rank: int, source: Path, out: Path) -> None:
-    trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
+    trainer = _trainer(source, out, kind=FailsAlone, failing=rank, max_steps=1)
     own = dist.get_rank() == rank
     with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
         trainer.train()
@@ -164,7 +164,7 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     opened.set()
     with patch.object(os, "fsync", partial(_slowly, os.fsync, opened)):
         for blocking in (True, False):
-            _trainer(source, out / f"{blocking}", attributes={"blocking": blocking}, **limits).train()
+            _trainer(source, out / f"{blocking}", ours={"blocking": blocking}, **limits).train()
         accelerator, model, optimizer = _loop(source)
         _step(accelerator, model, optimizer)
         accelerator.save_state(out / "True" / "state")
@@ -183,7 +183,7 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
         assert not list((out / "False" / name).rglob("*.incomplete"))
     assert sorted(path.name for path in (out / "False").iterdir()) == ["checkpoint-2", "state"]
     accelerator.load_state(out / "False" / "state")
-    trainer = _trainer(source, out / "False", attributes={"blocking": False}, max_steps=3)
+    trainer = _trainer(source, out / "False", ours={"blocking": False}, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3 and not problem_of(out / "False" / "checkpoint-3")
 
@@ -198,7 +198,7 @@ def no_space_in_the_background(targets: list[str], source: Path, out: Path) -> N
     _trainer(source, out, max_steps=1).train()
     before, steps = _content(out / "checkpoint-1"), []
     for target in targets:
-        trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
+        trainer = _trainer(source, out, ours={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
         broken = patch(target, no_space) if dist.get_rank() == FULL[target] else nullcontext()
         with broken, pytest.raises(CheckpointError, match="No space left on device"):
             trainer.train(resume_from_checkpoint=True)
@@ -385,7 +385,7 @@ def going_on_without(source: Path, out: Path) -> None:
         if dist.get_rank() == 0:
             gone(name)(shutil.copytree(good, bad))
         dist.barrier()
-        trainer = _trainer(source, out / "on", max_steps=2, save_strategy="no", attributes=allowed)
+        trainer = _trainer(source, out / "on", max_steps=2, save_strategy="no", ours=allowed)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             trainer.train(resume_from_checkpoint=str(bad))

@@ -83,12 +83,12 @@ def may_have_workers() -> None:
 def lives(source: Path, out: Path, make: Any, *, is_share: bool = False, **settings: Any) -> list[int]:
     """The rows of a run of 5 steps; those of one that ends after steps 3 and 5, and goes on at steps 2 and 4."""
     whole = _trainer(source, out / "whole", make(), 5, **settings | {"save_strategy": "no"})
-    whole.streams_are_shares = is_share
+    whole.fsdp_settings.streams_are_shares = is_share
     whole.train()
     found: list[int] = []
     for begin, last in ((0, 3), (2, 5), (4, 5)):
         trainer = _trainer(source, out / "parts", make(), last, **settings | {"max_steps": 5})
-        trainer.streams_are_shares = is_share
+        trainer.fsdp_settings.streams_are_shares = is_share
         folder = str(out / "parts" / f"checkpoint-{begin}")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="The stream is read again")

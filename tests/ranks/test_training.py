@@ -568,7 +568,7 @@ def a_unit_beside_the_plan(folder: Path) -> None:
     mesh = ParallelDims().build_mesh(local_device().type)
     model.add_module("extra", fully_shard(nn.Linear(2, 2, device=local_device()), mesh=mesh))
     units = len(sharding_of(model).plan.units)
-    with pytest.raises(ConfigError, match=rf"{units + 1} FSDP units and a plan of {units}.*beside the plan"):
+    with pytest.raises(ConfigError, match=rf"{units + 1} FSDP units and a plan of {units}.*outside the plan"):
         accelerator.prepare(model)
 
 

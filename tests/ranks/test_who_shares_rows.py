@@ -173,7 +173,7 @@ def averages_of_a_trainer(parent: Path) -> None:
     args = arguments(parent / "averaged", parallelism_config=ParallelismConfig(tp_size=2), fsdp=True, **options)
     model = from_pretrained(folder, accelerator=make_accelerator(args), **QUIET)
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8))
-    trainer.ema_decay = 0.9
+    trainer.fsdp_settings.ema_decay = 0.9
     trainer.train()
     assert (parent / "averaged" / "checkpoint-1" / AVERAGES / ".metadata").is_file()
 

@@ -22,7 +22,7 @@ STREAMED = "--max_steps 2 --precompute_ref_log_probs --dataset_streaming"
 SWAPPED = "--text_column stars --label_column sentence"
 REFUSED = {
     "same": ("dpo", "--dataset_name {same}", "`chosen` equals `rejected`"),
-    "streamed": ("dpo", f"--dataset_name {{turns}} {STREAMED}", "--precompute_ref_log_probs writes its values beside"),
+    "streamed": ("dpo", f"--dataset_name {{turns}} {STREAMED}", "--precompute_ref_log_probs writes its values next to"),
     "wrong": ("reward", "--dataset_name {wrong}", "Needed: `chosen` and `rejected`"),
     "swapped": ("classify", f"--dataset_name {{numbers}} {SWAPPED}", "the column `text` must hold text, and is 0"),
     "scores": ("classify", "--dataset_name {scores}", "float64"),

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -16,8 +17,8 @@ import yaml
 
 from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
+from hf_fsdp_tools.cli import main as main_module
 from hf_fsdp_tools.cli.main import _parser, main
-from hf_fsdp_tools.cli.options import SETUP_FIELDS
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from hf_fsdp_tools.steps import WrapPlan
@@ -83,6 +84,17 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert message in shown and ("usage" in shown) == (not words), "of twenty lines, where nothing was asked"
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_says_after_a_second_that_libraries_load(is_terminal, monkeypatch, capsys):
+    def add_slow(commands):
+        commands.add_parser("slow", help="takes long").set_defaults(run=lambda options: time.sleep(0.5))
+
+    monkeypatch.setattr(main_module, "_GROUPS", {"all": (add_slow,)})
+    monkeypatch.setattr(main_module, "_LOADING_S", 0.05)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert run(capsys, "slow") == (0, "", "hf-fsdp: loading libraries …\n" * is_terminal)
+
+
 def test_help_has_every_command_once_with_examples_that_parse():
     parser = _parser()
     commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
@@ -106,7 +118,7 @@ def test_defaults_in_the_help_of_estimate_are_those_of_a_setup():
     said = {}
     for action in commands["estimate"]._actions:
         found = re.search(r"default: ([\w.-]+)|(\w+) \(default\)", action.help or "")
-        if found and (name := SETUP_FIELDS.get(action.dest, action.dest)) in usual:
+        if found and (name := action.dest) in usual:
             said[name] = found[1] or found[2]
     as_described = {"lora_r": "all", "network_gbit_s": "as", "link_gb_s": "as", "image_size": "the", "images": "1"}
     as_described |= {"wrapping": "plan"}

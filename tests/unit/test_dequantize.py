@@ -356,7 +356,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
     "another dtype": (
         good_but(a__weight_scale_inv=torch.ones(2, 2, dtype=torch.int64)),
         FP8,
-        r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
+        r"'a\.weight_scale_inv' next to it holds int64, expected float32 or bfloat16",
     ),
     "blocks of another number": (
         {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
@@ -376,7 +376,7 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
     "no scale of the weight": (
         {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6)},
         COMPRESSED,
-        r"it has no 'a\.weight_global_scale' beside it",
+        r"it has no 'a\.weight_global_scale' next to it",
     ),
     "gptq of 3 bits": (
         gptq(3, qweight=words_of(9, 32), qzeros=words_of(2, 3), scales=scales_of(2, 32).half()),

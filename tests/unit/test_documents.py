@@ -3,7 +3,10 @@
 import ast
 import re
 import shlex
+from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 
 import pytest
 
@@ -112,7 +115,7 @@ WORDS = {
     r"\bshares? (?:the )?rows\b|\brows that (?:ranks|are) share|\blayers that ranks share": "context parallelism",
     r"\bin pieces\b": "chunked",
     r"\bwhole logits\b": "full logits",
-    r"\bcomput\w+ (?:\w+ )?again\b": "activation checkpointing, recomputed",
+    r"\bcomput\w+ (?:\w+ ){0,2}again\b": "activation checkpointing, recomputed",
     r"\bcop(?:y|ies) of the model\b": "replica",
     r"\bstay\w* (?:as it is )?quantised\b": "quantised base as stored",
     r"\bof one process\b": "single-process",
@@ -133,6 +136,28 @@ def test_documents_and_help_use_the_words_of_the_field(name):
     assert not found, f"{name} says what the field says otherwise: {found}"
 
 
+def prose_of(source: str) -> Iterator[str]:
+    """What a source says in comments, docstrings and messages: strings of several words, without code in them."""
+    texts = [token.string for token in generate_tokens(StringIO(source).readline) if token.type == COMMENT]
+    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    texts += [text for text in strings if isinstance(text, str) and " " in text]
+    return (re.sub(r"`[^`\n]+`|docs/\w+\.md", "", text) for text in texts)
+
+
+@pytest.mark.parametrize("folder", ["recipes", *sorted({path.parent.name for path in PACKAGE.rglob("*.py")})])
+def test_messages_docstrings_and_comments_use_the_words_of_the_field(folder):
+    parents = [ROOT / "recipes", *(path.parent for path in PACKAGE.rglob("*.py"))]
+    files = {path for parent in set(parents) if parent.name == folder for path in parent.glob("*.py")}
+    found = [
+        f"{path.relative_to(ROOT)}: {' '.join(at[0].split())!r}: {said}"
+        for path in sorted(files)
+        for text in prose_of(path.read_text())
+        for word, said in WORDS.items()
+        for at in re.finditer(word, text, re.IGNORECASE)
+    ]
+    assert files and not found, "\n".join(found)
+
+
 def test_the_reference_has_every_public_name():
     named = re.findall(
         r"^\.\. auto(?!module)\w+:: (?:hf_fsdp_tools\.steps\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE
@@ -147,3 +172,13 @@ def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     assert len(text.split()) <= 700 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 120
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"\[`(\w+)`\]\(recipes/\1\.py\)", text))
+
+
+APART = ("support", "commands", "reference", "troubleshooting", "project", "performance", "reliability", "extending")
+"""Pages that are made, that list messages, and those of the project."""
+
+
+def test_the_pages_for_users_have_16000_words_at_most():
+    pages = {name: len(text.split()) for name, text in TEXTS.items() if name.startswith("docs/")}
+    words = sum(count for name, count in pages.items() if Path(name).stem not in (*APART, "index"))
+    assert words <= 16_000, f"{words} words: say things once"

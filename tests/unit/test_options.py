@@ -139,10 +139,11 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
 
 
 def test_each_option_of_a_recipe_is_read():
-    """Its own, not TRL's, by the recipe or by what recipes share."""
+    """Its own, not TRL's, by the recipe, by what recipes share, or by the mixin."""
     scripting = Path(arguments.__file__).parent
-    shared = [ast.parse(path.read_text()) for path in scripting.glob("*.py")]
-    for path in (*recipes().values(), scripting / "arguments.py"):
+    mixin = scripting.parent / "integrations"
+    shared = [ast.parse(path.read_text()) for folder in (scripting, mixin) for path in folder.glob("*.py")]
+    for path in (*recipes().values(), scripting / "arguments.py", mixin / "trainer_settings.py"):
         tree = ast.parse(path.read_text())
         kinds = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.decorator_list]
         options = {line.target.id for kind in kinds for line in kind.body if isinstance(line, ast.AnnAssign)}

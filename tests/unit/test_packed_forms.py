@@ -125,7 +125,7 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
     config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
     assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
     config.intermediate_size = 97
-    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
+    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot be kept as stored"):
         stored_forms(build_meta_model(config))
     for size in ([32, 16], "32x16"):
         config = of_group(num_bits=8, type="float", strategy="block", block_structure=size)
@@ -139,12 +139,15 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
     ("quantization", "said"),
     [
         ({}, "has no quantization_config"),
-        ({"quant_method": "quip", "bits": 4}, "weights of quip cannot stay quantised"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits of gptq (gptq) cannot stay quantised"),
-        ({"quant_method": "gptq", "desc_act": True}, "4 bits of gptq (gptq, ordered by activation) cannot stay"),
-        ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot stay"),
+        ({"quant_method": "quip", "bits": 4}, "weights of quip cannot be kept as stored"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits of gptq (gptq) cannot be kept as stored"),
+        (
+            {"quant_method": "gptq", "desc_act": True},
+            "4 bits of gptq (gptq, ordered by activation) cannot be kept as stored",
+        ),
+        ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot be kept as stored"),
         (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
-        (of_group(actorder="group"), "actorder group) cannot stay quantised"),
+        (of_group(actorder="group"), "actorder group) cannot be kept as stored"),
     ],
 )
 def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from hf_fsdp_tools import TrainerSettings
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations import resume, states
 from hf_fsdp_tools.integrations.resume import last_complete, problem_of, rotate
@@ -89,10 +90,9 @@ def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothi
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, process_index=0),
         accelerator=SimpleNamespace(scaler=object()),
-        ema_decay=None,
-        allow_incomplete=False,
+        fsdp_settings=TrainerSettings(),
     )
-    with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*allow_incomplete = True"):
+    with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*\(allow_incomplete=True\)"):
         resume.check_checkpoint(trainer, folder)
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_model.safetensors").write_bytes(b"cut")

@@ -169,7 +169,7 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
     own, foreign = capsys.readouterr().out.split("options of TRL and transformers:")
-    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 50
+    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 60
     assert foreign.count("\n  --learning_rate ") == 1
     with pytest.raises(SystemExit, match="1"):
         run(Mock(side_effect=ConfigError("this is wrong")), "finetune")
@@ -296,7 +296,7 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
     in_parts = [{"type": "text", "text": "?"}, {"type": "text", "text": "!"}]
     assert first({"messages": [{"role": "Human", "content": in_parts}]}) == [question | {"content": "?!"}]
     assert first({"messages": [question, answer], "prompt": "x", "labels": 1}) == [question, answer]
-    assert ".jsonl: left out beside messages: labels, prompt" in capsys.readouterr().out
+    assert ".jsonl: left out next to messages: labels, prompt" in capsys.readouterr().out
 
 
 def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(tmp_path):

@@ -161,7 +161,7 @@ def test_the_launch_file_is_the_same_beside_each(tmp_path: Path, kind: str) -> N
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
-        ("--slurm", "--slurm writes the batch script for `sbatch` beside the config: name that with --output"),
+        ("--slurm", "--slurm writes the batch script for `sbatch` next to the config: name that with --output"),
         ("--hf-jobs --output {tmp}/a.yaml --gpu h200 --num-processes 16", "use --num-machines 1"),
         ("--hf-jobs --output {tmp}/a.yaml --gpu h200 --num-processes 3", "no flavor with 3 x h200-141gb; say"),
         ("--skypilot --output {tmp}/a.yaml --gpu mi355x --num-processes 8", "has none for mi355x; say with --gpu"),

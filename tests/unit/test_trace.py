@@ -99,7 +99,7 @@ def renumbered(trace: Trace) -> list[tuple]:
 @pytest.mark.parametrize(
     ("kind", "layers", "fields"),
     [
-        ("gpt2", 6, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}),
+        ("gpt2", 6, {"activation_checkpointing": True, "mixed_precision": "fp32", "wrapping": "root"}),
         pytest.param("local and global", 11, {}, marks=pytest.mark.nightly),  # a period of two, as that below
         ("encoder and decoder", 7, {}),
         pytest.param("llama", 6, {"lora_r": 4, "activation_checkpointing": True}, marks=pytest.mark.nightly),
@@ -144,18 +144,22 @@ def test_compiled_blocks_keep_less(fields, hidden_sizes):
 def test_many_rows_have_the_events_of_few_with_each_size_grown(monkeypatch):
     """Byte by byte, of experts and of a loss in pieces too; what differs in more than sizes is traced itself."""
     for kind in ("llama", "experts"):
-        few = [traced(kind, batch_size=rows) for rows in (2, 4)]
-        assert few[0].grown(few[1], 5, 2) == traced(kind, batch_size=7)
-    assert traced("llama", batch_size=1).grown(few[0], 1, 1) is None
+        few = [traced(kind, per_device_train_batch_size=rows) for rows in (2, 4)]
+        assert few[0].grown(few[1], 5, 2) == traced(kind, per_device_train_batch_size=7)
+    assert traced("llama", per_device_train_batch_size=1).grown(few[0], 1, 1) is None
     monkeypatch.setattr(forecast, "TOKENS", 1)
     monkeypatch.setattr(forecast, "_traces", {})
     asked = []
     monkeypatch.setattr(
-        forecast, "trace_model", lambda *words: asked.append(words[2].batch_size) or trace_model(*words)
+        forecast,
+        "trace_model",
+        lambda *words: asked.append(words[2].per_device_train_batch_size) or trace_model(*words),
     )
     for rows in (1, 2, 4, 7):
-        grown = forecast.step_of(CONFIGS["llama"](2), TrainingSetup(max_length=32, batch_size=rows)).trace
-    assert asked == [1, 2, 4] and grown == traced("llama", batch_size=7, loss="chunked")
+        grown = forecast.step_of(
+            CONFIGS["llama"](2), TrainingSetup(max_length=32, per_device_train_batch_size=rows)
+        ).trace
+    assert asked == [1, 2, 4] and grown == traced("llama", per_device_train_batch_size=7, loss="chunked")
 
 
 def test_blocks_that_differ_are_all_run():
@@ -172,7 +176,7 @@ def test_blocks_that_differ_are_all_run():
 def test_memory_and_products_are_those_of_a_real_step(kind):
     """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own; experts are
     estimated in grouped products, and run here one by one."""
-    setup = TrainingSetup(max_length=32, precision="fp32", wrapping="root", attn_implementation="eager")
+    setup = TrainingSetup(max_length=32, mixed_precision="fp32", wrapping="root", attn_implementation="eager")
     estimated = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     real = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](2), **ways).train()
@@ -246,14 +250,14 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch(kinds)
 
 
 def test_kernels_are_those_of_a_gpu():
-    sizes = {each.num_bytes for each in allocs(traced("llama", batch_size=3), unit="model.layers.0")}
+    sizes = {each.num_bytes for each in allocs(traced("llama", per_device_train_batch_size=3), unit="model.layers.0")}
     rows = 3 * 4 * 128 * 4
     assert {3 * 4 * 32 * 4, rows, rows * 32} <= sizes, (
         "saved exponents; products and fp32 gradients of the backward pass"
     )
-    padded = {each.num_bytes for each in allocs(traced("llama", precision="fp32"), unit="model.layers.0")}
+    padded = {each.num_bytes for each in allocs(traced("llama", mixed_precision="fp32"), unit="model.layers.0")}
     assert 4 * (64 * 64 * 4 + 16) in padded, "the efficient kernel's gradients of queries, with heads in groups"
-    model = traced("gpt2", batch_size=3)
+    model = traced("gpt2", per_device_train_batch_size=3)
     norms = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 4]
     masks = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 48]
     assert len(norms) >= 4 and len(masks) >= 2, "statistics of norms in fp32; masks of dropout of one byte"
@@ -316,7 +320,10 @@ def test_a_loss_in_chunks_never_holds_all_logits():
     [
         ({}, "dequantize=False freezes the base, so nothing would be trained; give lora_r"),
         ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit quantises a plain base"),
-        ({"lora_r": 4, "tp_size": 2, "num_processes": 2}, "tp_size and ep_size divide no weights that stay quantised"),
+        (
+            {"lora_r": 4, "tp_size": 2, "num_processes": 2},
+            "tp_size and ep_size divide no weights quantised as stored",
+        ),
         ({"lora_r": 4}, "LlamaForCausalLM has no quantization_config"),
     ],
 )

@@ -109,7 +109,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_adapter(node: ModuleNode) -> bool:
-    """Whether PEFT added a parameter of this module, in one of its wrappers or beside it."""
+    """Whether PEFT added a parameter of this module, in one of its wrappers or next to it."""
     below = node
     for above in node.ancestors():
         if hasattr(type(above.module), "adapter_layer_names"):
@@ -129,7 +129,7 @@ def _is_of_experts(node: ModuleNode, within: dict[ModuleNode, ModuleNode]) -> bo
 
 
 def _routers(blocks: dict[ModuleNode, None]) -> Iterator[Weight]:
-    """Weights with a row for each of the experts beside them, and of modules called routers."""
+    """Weights with a row for each of the experts next to them, and of modules called routers."""
     for block in blocks:
         lists = {node: len(node.children) for node in lists_of_experts(block)}
         stacks = {

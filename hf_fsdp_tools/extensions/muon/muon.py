@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Muon: {error}.") from error
-        # one kind's options in the place of the other's would be misread, so each group has its own beside the kind's
+        # one kind's options in the place of the other's would be misread, so each group has its own next to the kind's
         super().__init__(
             [
                 {"params": matrices, "is_muon": True, **checked.defaults},

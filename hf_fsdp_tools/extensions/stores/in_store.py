@@ -1,7 +1,7 @@
-"""A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies beside them, the index last.
+"""A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies next to them, the index last.
 
 Until the index is put, in one request, whoever opens the place gets the checkpoint that was there: the weight files
-have names that no save before had, and every checkpoint in a store has an index, also of one file. Files beside the
+have names that no save before had, and every checkpoint in a store has an index, also of one file. Files next to the
 weights that differ are put right before it; if that fails, the former ones are put back.
 """
 
@@ -45,7 +45,7 @@ class StoreSave:
     layout: Layout
     names: SavedNames
     beside: Mapping[str, bytes]
-    """On rank 0, the files beside the weights."""
+    """On rank 0, the files next to the weights."""
     stream: Callable[[], tuple[int, int]]
     """Writes this rank's weight files; the bytes and the calls."""
     copied_bytes: int = 0
@@ -98,7 +98,7 @@ def begin_in_store(
             there = files_at(url)
             if ADAPTER_CONFIG in there:
                 raise CheckpointError(
-                    f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
+                    f"{url!r} holds an adapter, which would be put on weights next to it. Save to another place."
                 )
             with temporary_folder() as folder:
                 stage(folder)
@@ -250,7 +250,7 @@ def _buckets(weights: LiveWeights, slabs: Sequence[Sequence[Slab]], num_bytes: i
                 if slab is not None and (name := slab[1]) in weights.tensors:
                     yield [Arrival(rank, str(i), name, slab[2], weights.tensors[name].element, spread(name))]
 
-    # heads are written beside what arrives
+    # heads are written next to what arrives
     return joined(one_by_one(), num_bytes, len(slabs)) or [Bucket(arrivals=[], most_bytes=0)]
 
 
@@ -314,7 +314,7 @@ def _remove(url: str) -> None:
         fs.rm_file(path)
 
 
-# ---- what lies beside them ----
+# ---- what lies next to them ----
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -323,7 +323,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
-    """Let complete weight files and what lies beside them be the checkpoint of a place, and remove the former one's."""
+    """Let complete weight files and what lies next to them be the checkpoint of a place; remove the former one's."""
     fs, path = open_store(url)
     there = files_at(url)
     found = {name: there[name].size if name in there else None for name in sizes}

@@ -103,5 +103,5 @@ def _put_last(url: str, text: bytes) -> None:
     except CheckpointError:
         if MANIFEST not in files_at(url):
             raise
-    with suppress(Exception):  # beside the manifest, the mark means nothing
+    with suppress(Exception):  # next to the manifest, the mark means nothing
         fs.rm_file(f"{path}/{UNFINISHED}")

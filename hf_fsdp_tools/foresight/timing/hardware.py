@@ -47,7 +47,7 @@ class Gpu:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """The rows of a table beside this file."""
+    """The rows of a table next to this file."""
     with Path(__file__).with_name(name).open(newline="", encoding="utf-8") as file:
         return [dict(row) for row in csv.DictReader(file)]
 

@@ -84,7 +84,7 @@ def _followed(
         parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
-        tokens=setup.batch_size * setup.max_length // setup.dims.ranks_per_row,
+        tokens=setup.per_device_train_batch_size * setup.max_length // setup.dims.ranks_per_row,
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(notes),
     )
@@ -145,7 +145,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             fqn=name,
             other_names=tuple(other_names),
             shape=tuple(parameter.shape),
-            dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
+            dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.mixed_precision],
             requires_grad=parameter.requires_grad,
             is_whole=is_whole or setup.wrapping == "none",
             matrices=matrices.get(name),
@@ -154,7 +154,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
 
 
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
-    """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
+    """Bring a copied model into the state in which it is trained, with marks at the plan's modules."""
     model.train()
     for config in configs_of(model):  # a copy's own
         if hasattr(config, "use_cache"):
@@ -177,8 +177,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
     hooks: list[Any] = []
-    if setup.precision != "fp32":
-        hooks += hooks_of_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
+    if setup.mixed_precision != "fp32":
+        hooks += hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=whole)
     hooks += hooks_of_experts(ModuleTree(model))
     if setup.loss == "chunked":
         chunk_loss(model, recorder)

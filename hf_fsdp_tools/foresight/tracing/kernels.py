@@ -139,7 +139,7 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
 
 def _attention_flops(arguments: dict[str, Any], *, is_backward: bool) -> tuple[float, float]:
     """Operations of an attention kernel (Dao 2023: backward, scores again, and gradients of both products), and those
-    of the usual count: nothing that is computed again, and all masked scores, half of which kernels skip."""
+    of the usual count: nothing that is recomputed, and all masked scores, half of which kernels skip."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
     width, out_width = query.shape[-1], value.shape[-1]
@@ -162,7 +162,7 @@ def run_on(func: Any, args: Any, kwargs: Any, *, on_cuda: bool) -> Any:
 
 
 def scratch(func: Any, args: Sequence[Any], *, on_cuda: bool) -> Sequence[int]:
-    """Bytes of each piece of memory that a kernel takes beside its results, and gives back when it ends.
+    """Bytes of each piece of memory that a kernel takes next to its results, and gives back when it ends.
 
     As in `attention_backward.cu` and `flash_api.cpp`, checked against the log of PyTorch's allocator (2.14): of flash
     attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the gradients of keys and
@@ -220,7 +220,7 @@ def chunk_loss(model: nn.Module, recorder: Any) -> None:
         )
 
     def forward(self: Any, *args: Any, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
-        is_shifted = kwargs.pop("shift_labels", None) is not None  # of ranks that share rows
+        is_shifted = kwargs.pop("shift_labels", None) is not None  # of ranks with the same rows
         kwargs.pop("num_items_in_batch", None)
         hidden = self.base_model(*args, **kwargs)[0]
         if hidden.requires_grad:
@@ -283,5 +283,5 @@ def _all_pieces(
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product to a sum in fp32 without memory beside it, as cuBLAS does."""
+    """Add a product to a sum in fp32 without memory next to it, as cuBLAS does."""
     torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])

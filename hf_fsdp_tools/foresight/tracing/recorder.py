@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         parameter.grad = None
 
     def copy_input(self, operation: Literal["device_to_host", "host_to_device"], num_bytes: int) -> None:
-        """A copy of a block's input, beside the computation."""
+        """A copy of a block's input, next to the computation."""
         unit = self._passes[-1].unit
         self.events.append(Work(operation, 0.0, float(num_bytes), unit, self.phase, "activations"))
 
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             num_bytes, ranks = float((made if operation == "all_gather" else read)[0].nbytes), self._sizes[axis]
             self.events.append(Work(operation, 0.0, num_bytes, unit, self.phase, "exchange", ranks=ranks, axis=axis))
             return
-        # an autograd function of a model runs without gradients, also where its module is computed again
+        # an autograd function of a model runs without gradients, also where its module is recomputed
         again = self.phase == "backward" and (self.again or bool(self.modules) or torch.is_grad_enabled())
         self.events.append(
             Work(

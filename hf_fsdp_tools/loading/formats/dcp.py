@@ -158,9 +158,9 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> tuple[di
     """The base's names in a saved `PeftModel`, as saved and as the base alone has them; the adapter's, as saved; and
     whether all of the base was saved. None for any other model.
 
-    PEFT keeps an adapted module as `base_layer` or `original_module` beside what it adds. So where a name goes on
-    otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base beside them, or
-    with a bias of it that is trained.
+    PEFT keeps an adapted module as `base_layer` or `original_module` next to what it adds. So where a name goes on
+    otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base next to them,
+    or with a bias of it that is trained.
     """
     if not any(name.startswith((_PEFT, *_PROMPTS)) for name in names):
         return None

@@ -116,7 +116,7 @@ class QuantizedTensor:
     values: StoredTensor
     """The low-precision values, row-major."""
     scales: Mapping[str, BlockScales]
-    """What the rule takes beside the values, by the rule's names."""
+    """What the rule takes next to the values, by the rule's names."""
     rule: str
     """How values and scales become floats (`modeling.float_rules`)."""
     shape: tuple[int, ...]

@@ -42,8 +42,8 @@ request costs about 20 µs of Python, in which a thread reads so many bytes at 4
 scattered by one kernel. (assumed)"""
 
 _REQUEST_BYTES = 8 * 2**20
-"""Bytes of the largest request straight into memory. Large, so that its latency is small beside its transfer (80 ms at
-100 MB/s); small, so that one tensor (an embedding) occupies several requests at once. (assumed)"""
+"""Bytes of the largest request straight into memory. Large, so that its latency is small compared with its transfer (80
+ms at 100 MB/s); small, so that one tensor (an embedding) occupies several requests at once. (assumed)"""
 
 _EARLY_BYTES = 2**20
 """Bytes written by one call from which on the disk begins with them at once, and not when the system sees fit, so that
@@ -156,7 +156,7 @@ class _Mover(ABC):
         transfers = list(transfers)
         is_stored = any(stored_object(file) for file in {transfer.file for transfer in transfers})
         limits = Limits(
-            # What comes from a store is held once more on its way.
+            # What comes from a store is kept once more on its way.
             request_bytes=min(_REQUEST_BYTES, self._staging.buffer_bytes) if is_stored else _REQUEST_BYTES,
             buffer_bytes=self._staging.buffer_bytes,
             host_gap_bytes=0 if self._writes else MAX_GAP_BYTES,

@@ -14,8 +14,8 @@ _HOST_BUFFER_BYTES = 8 * 2**20
 """Bytes of the largest buffer that the CPU casts from, and of the largest request. (assumed)"""
 
 _PINNED_BUFFER_BYTES = 16 * 2**20
-"""Bytes of the largest pinned buffer. At 50 GB/s a GPU takes them in 0.3 ms, beside which the 0.1 ms of Python per
-batch on some other thread is small; a power of two, to which PyTorch rounds pinned memory up. (assumed)"""
+"""Bytes of the largest pinned buffer. At 50 GB/s a GPU takes them in 0.3 ms, compared with which the 0.1 ms of Python
+per batch on some other thread is small; a power of two, to which PyTorch rounds pinned memory up. (assumed)"""
 
 _STRAIGHT_COPIES = 8
 """Runs of one batch up to which each is copied by itself between pinned memory and its place. A copy costs the host

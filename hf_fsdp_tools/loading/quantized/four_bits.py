@@ -33,7 +33,7 @@ from hf_fsdp_tools.text import dtype_name, listed_lines
 
 @dataclass(frozen=True, kw_only=True)
 class Weights4Bit:
-    """What fills 4-bit weights beside stored bytes, by the fqns of the plain weights."""
+    """What fills 4-bit weights next to stored bytes, by the fqns of the plain weights."""
 
     forms: Mapping[str, PackedForm]
     plain: Mapping[str, PieceTensor] = field(default_factory=dict)
@@ -304,7 +304,7 @@ def _join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
 
 
 def _parts_of_scales(scales: torch.Tensor, form: PackedForm) -> dict[str, torch.Tensor]:
-    """The bytes of a whole weight's parts beside its values, by name, as `quantize_4bit` of bitsandbytes 0.50."""
+    """The bytes of a whole weight's parts next to its values, by name, as `quantize_4bit` of bitsandbytes 0.50."""
     from bitsandbytes.functional import quantize_blockwise
 
     def as_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

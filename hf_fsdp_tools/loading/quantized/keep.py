@@ -77,7 +77,7 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     floating = [key for key, tensor in load_map.tensors.items() if key not in kept and tensor.sources & quantized]
     if floating:  # saves would hold floats for which the config promises something else
         raise ConfigError(
-            f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot stay quantised "
+            f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot be kept as stored "
             f"({dequantized.method}): they are tied, tables, or joined by a conversion that cuts blocks. Leave "
             "dequantize out."
         )

@@ -165,7 +165,7 @@ class _Finder:
                 bare.append(values)
         if self.quantized or self._method is not None:
             self.problems += [
-                f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare if t.key not in self.used
+                f"{t.file}: {t.key!r} {_looks(t)} has no scales next to it" for t in bare if t.key not in self.used
             ]
             self.problems += self._left_over()
 
@@ -244,7 +244,7 @@ class _Finder:
         if bits is None:
             return None
         if scales is None:
-            raise _DoesNotFit("it has no scales beside it")
+            raise _DoesNotFit("it has no scales next to it")
         if f"{key}_g_idx" in self._tensors:
             raise _DoesNotFit(f"{key + '_g_idx'!r} {BY_ACTIVATION}")
         _expect(scales, _SCALES)
@@ -311,10 +311,10 @@ class _Finder:
         )
 
     def _beside(self, module: str, name: str, dtypes: Iterable[torch.dtype]) -> StoredTensor:
-        """The tensor of that name beside others of the module."""
+        """The tensor of that name next to others of the module."""
         tensor = self._tensors.get(f"{module}.{name}")
         if tensor is None:
-            raise _DoesNotFit(f"it has no {f'{module}.{name}'!r} beside it")
+            raise _DoesNotFit(f"it has no {f'{module}.{name}'!r} next to it")
         _expect(tensor, dtypes)
         return tensor
 
@@ -324,10 +324,10 @@ class _Finder:
         if scales is None or scales.dtype != torch.float8_e4m3fn:  # another format
             return None
         if of_weight is None:
-            raise _DoesNotFit(f"it has no {key + '_global_scale'!r} beside it")
+            raise _DoesNotFit(f"it has no {key + '_global_scale'!r} next to it")
         _expect(of_weight, (torch.float32,))
         if of_weight.shape != (1,):
-            raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
+            raise _DoesNotFit(f"{of_weight.key!r} next to it is {list(of_weight.shape)}, expected one number, [1]")
         stored = {"scale": scales, "global scale": of_weight}
         grids = {name: _grid(_shape(values, 2), each, (), 2) for name, each in stored.items()}
         return _tensor(key, values, grids, "nvfp4", 2)
@@ -336,7 +336,7 @@ class _Finder:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
         if scales is None:
             if self._method in _MXFP4:
-                raise _DoesNotFit("it has no scales beside it")
+                raise _DoesNotFit("it has no scales next to it")
             return None
         _expect(scales, (torch.uint8,))
         if len(values.shape) != 4 or scales.shape != values.shape[:-1]:
@@ -435,7 +435,7 @@ def _row_major(tensor: StoredTensor) -> StoredTensor:
 def _expect(tensor: StoredTensor, dtypes: Iterable[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
         names = " or ".join(dtype_name(dtype) for dtype in dtypes)
-        raise _DoesNotFit(f"{tensor.key!r} beside it holds {dtype_name(tensor.dtype)}, expected {names}")
+        raise _DoesNotFit(f"{tensor.key!r} next to it holds {dtype_name(tensor.dtype)}, expected {names}")
 
 
 def _looks(tensor: StoredTensor) -> str:
