@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -51,6 +52,9 @@ class _RangeReader(FileSystemReader):
         there = {file: found for file in files if (found := stored_object(file)) is not None}
         if any(place.transform_descriptors for place in places.values()):  # compressed, by a writer of somebody's own
             return super().read_data(plan, planner)
+        targets = [planner.resolve_tensor(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        if any(type(target) not in (torch.Tensor, torch.nn.Parameter) for target in targets):
+            return super().read_data(plan, planner)  # made of several tensors, as states of 8 bits
         ends = []
         for place in places.values():
             file, start, stop = folder / place.relative_path, place.offset, place.offset + place.length

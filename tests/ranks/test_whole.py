@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 from transformers.optimization import Adafactor
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.testing import forget_accelerate
-from tests._checkpoints import lora, make_checkpoint
+from tests._checkpoints import lora, make_checkpoint, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows
 
@@ -115,3 +119,36 @@ def test_a_trainers_checkpoint_of_one_rank_goes_on_with_two(source: Path, tmp_pa
     run_ranks(a_trainer, 1, source, tmp_path / "parts", 2)
     found = run_ranks(a_trainer, 2, source, tmp_path / "parts", 4)[0]
     assert found == pytest.approx(expected, rel=5e-3) and len(found) == 4
+
+
+def state_of_8_bits(source: Path, read: Path | None, write: Path) -> dict[str, torch.Tensor]:
+    """The optimizer's state after one step, or as it was read, gathered; torchao compiles steps, which takes long."""
+    torch.compiler.set_stance("force_eager")
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(source, accelerator=accelerator, load_kwargs={"progress": False}).train()
+    model, optimizer = accelerator.prepare(model, AdamW8bit(model.parameters(), lr=1e-2))
+    if read is not None:
+        accelerator.load_state(read)
+    else:
+        accelerator.backward(model(input_ids=IDS[0], labels=IDS[0]).loss)
+        optimizer.step()
+    accelerator.save_state(write)
+    found, kinds = {}, set()
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            local = local_tensor(optimizer.state[parameter][key])
+            kinds.add(type(local).__name__)
+            floats = local.dequantize() if isinstance(local, OptimState8bit) else local
+            parts = all_ranks(floats.tolist())
+            found[f"{name} {key}"] = torch.cat([torch.tensor(part) for part in parts]) if len(parts) > 1 else floats
+    assert "OptimState8bit" in kinds
+    return found
+
+
+def test_a_state_of_8_bits_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "model")
+    saved = run_ranks(state_of_8_bits, 2, source, None, tmp_path / "state")[0]
+    for ranks in (1, 2):
+        found = run_ranks(state_of_8_bits, ranks, source, tmp_path / "state", tmp_path / f"{ranks}")[0]
+        for name, tensor in saved.items():  # a shard of fewer than 4,096 values is in fp32, and the whole in 8 bits
+            assert (found[name] - tensor).abs().max() <= (0.03 * tensor.abs().max() if ranks == 1 else 0), name
