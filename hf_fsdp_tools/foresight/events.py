@@ -139,12 +139,12 @@ class TensorSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter(TensorSize):
-    """One parameter of the model, whole, in the dtype in which it is gathered, or kept whole on every rank."""
+    """One parameter of the model, whole, in the dtype in which it is gathered, or lies whole on every rank."""
 
     fqn: str  # Its first name
     other_names: tuple[str, ...] = ()  # Its other names, where it is tied
     requires_grad: bool  # Whether it is trained
-    is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
+    is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or the model is plain
     matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
     packed_values: int | None = None  # How many values the elements of a part of a quantised weight hold
 

@@ -97,7 +97,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
         return model, plan, loss, sum(each.nbytes for some in held for each in some), {}
 
-    own = key(source, (*_NOT_TRACED, "batch_size", "rows_per_example"))
+    own = (setup.is_plain, *key(source, (*_NOT_TRACED, "batch_size", "rows_per_example")))
     model, plan, loss, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
     setup = replace(setup, loss=loss)
     trace = _trace_of(model, plan, setup, traces)

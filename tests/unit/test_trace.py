@@ -231,15 +231,13 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch(kinds)
         freed = Counter(event.block for event in trace.events if isinstance(event, Free))
         assert set(freed.values()) == {1} and set(freed) < set(taken)
         left = [taken[block] for block in taken if block not in freed]
-        assert {each.kind for each in left} <= {"whole gradients", "inputs"}, (kind, left)
+        assert {each.kind for each in left} <= {"gradients", "inputs"}, (kind, left)
         blocks = {event.parameter: event.block for event in trace.events if isinstance(event, Gradient)}
         trained = {each.fqn: each for each in trace.parameters if each.requires_grad}
         assert set(blocks) == set(trained), kind
         for name, block in blocks.items():
-            # A class token's gradient is a part of that of the sequence, in whose memory it stays.
-            is_part = name.endswith("cls_token")
-            assert taken[block].num_bytes == trained[name].num_bytes * (5 if is_part else 1), name
-            assert taken[block].kind == "whole gradients"
+            assert taken[block].num_bytes == trained[name].num_bytes, name
+            assert taken[block].kind == "gradients"
 
 
 # ---- kinds of training ----
