@@ -205,9 +205,9 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
 
 
 def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: TrainingSetup) -> Iterator[Hook]:
-    """Yield the hooks that cast the weights of a plain model: those of a block when it runs, others when the module that
-    has them does, and a head's in the model, since a chunked loss reads it without a call. A block that recomputes casts
-    in what it recomputes. Without FSDP, the cache of autocast keeps all until the forward pass ends."""
+    """Yield the hooks that cast the weights of a plain model: those of a block when it runs, others when the module
+    that has them does, and a head's in the model, since a chunked loss reads it without a call. A block that recomputes
+    casts in what it recomputes. Without FSDP, the cache of autocast keeps all until the forward pass ends."""
     caster: dict[nn.Module, nn.Module] = {}
     for unit in (*filter(_recomputes, model.modules()), *units):  # an outer one before those inside it
         for module in unit.modules() if unit is not model and any(unit.children()) else ():
@@ -221,12 +221,13 @@ def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: Traini
         for name, weight in module._parameters.items()
         if weight is not None and weight.is_floating_point()
     )
-    for module, own in places.items():
+    block: Any
+    for block, own in places.items():
         cast: Any = partial(_cast, own, DTYPES[setup.precision])
-        if _recomputes(module):
-            module._gradient_checkpointing_func = partial(_run_inside, cast, module._gradient_checkpointing_func)
+        if _recomputes(block):
+            block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
         else:
-            yield Hook(module, Phase.CONTEXT, cast)
+            yield Hook(block, Phase.CONTEXT, cast)
 
 
 def _recomputes(module: Any) -> bool:
