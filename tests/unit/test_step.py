@@ -159,7 +159,7 @@ STATES = {
     "one rank, tied, checkpointing, accumulation": 3,
     "without FSDP, every second block": 2,
 }
-"""Blocks whose random state, 5,056 bytes, is kept at the peak: on the CPU, checkpointing keeps it until they recompute."""
+"""Blocks whose random state of 5,056 bytes is kept at the peak: CPU checkpointing keeps it until they recompute."""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight import forecast
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -139,23 +138,6 @@ def test_compiled_blocks_keep_less(fields, hidden_sizes):
         return sum(held.values())
 
     assert kept(False) - kept(True) == 2 * 32 * (68 + hidden_sizes * 48)
-
-
-def test_many_rows_have_the_events_of_few_with_each_size_grown(monkeypatch):
-    """Byte by byte, of experts and of a loss in pieces too; what differs in more than sizes is traced itself."""
-    for kind in ("llama", "experts"):
-        few = [traced(kind, batch_size=rows) for rows in (2, 4)]
-        assert few[0].grown(few[1], 5, 2) == traced(kind, batch_size=7)
-    assert traced("llama", batch_size=1).grown(few[0], 1, 1) is None
-    monkeypatch.setattr(forecast, "TOKENS", 1)
-    monkeypatch.setattr(forecast, "_traces", {})
-    asked = []
-    monkeypatch.setattr(
-        forecast, "trace_model", lambda *words: asked.append(words[2].batch_size) or trace_model(*words)
-    )
-    for rows in (1, 2, 4, 7):
-        grown = forecast.step_of(CONFIGS["llama"](2), TrainingSetup(max_length=32, batch_size=rows)).trace
-    assert asked == [1, 2, 4] and grown == traced("llama", batch_size=7, loss="chunked")
 
 
 def test_blocks_that_differ_are_all_run():
