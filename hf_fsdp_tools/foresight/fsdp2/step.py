@@ -124,9 +124,8 @@ class _WholeGradients:
         self._is_ddp = setup.wrapping == "none"
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self.reduces = True  # False inside of DDP's `no_sync`
-        self.resident = []  # Bytes of DDP's buckets
-        if self._is_ddp and setup.num_processes > 1:
-            self.resident = [each.num_bytes for each in reversed(parameters) if each.requires_grad]
+        has_buckets = self._is_ddp and setup.num_processes > 1
+        self.resident = [each.num_bytes for each in reversed(parameters) if has_buckets and each.requires_grad]
         self._gradients: dict[str, int] = {}
         self._unsent = 0  # Bytes of gradients that are not reduced yet
 

@@ -208,8 +208,9 @@ def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: Traini
     """Yield the hooks that cast the weights of a plain model: those of a block when it runs, others when the module
     that has them does, and a head's in the model, since a chunked loss reads it without a call. A block that recomputes
     casts in what it recomputes. Without FSDP, the cache of autocast keeps all until the forward pass ends."""
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     caster: dict[nn.Module, nn.Module] = {}
-    for unit in (*filter(_recomputes, model.modules()), *units):  # an outer one before those inside it
+    for unit in (*blocks, *units):  # an outer one before those inside it
         for module in unit.modules() if unit is not model and any(unit.children()) else ():
             caster.setdefault(module, unit)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -221,27 +222,18 @@ def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: Traini
         for name, weight in module._parameters.items()
         if weight is not None and weight.is_floating_point()
     )
-    block: Any
-    for block, own in places.items():
-        cast: Any = partial(_cast, own, DTYPES[setup.precision])
-        if _recomputes(block):
-            block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
+    module: Any
+    for module, own in places.items():
+        cast = partial(_cast, own, DTYPES[setup.precision])
+        if module in blocks:
+            module._gradient_checkpointing_func = partial(_run_inside, cast, module._gradient_checkpointing_func)
         else:
-            yield Hook(block, Phase.CONTEXT, cast)
-
-
-def _recomputes(module: Any) -> bool:
-    return isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+            yield Hook(module, Phase.CONTEXT, cast)
 
 
 def _run_inside(cast: Callable[[], Any], run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
     """Checkpoint a forward pass with the casts inside it."""
-
-    def casting(*args: Any) -> Any:
-        with cast():
-            return forward(*args)
-
-    return run(casting, *args)
+    return run(cast()(forward), *args)
 
 
 @contextmanager
