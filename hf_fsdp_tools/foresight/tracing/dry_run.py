@@ -222,13 +222,13 @@ def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: Traini
         for name, weight in module._parameters.items()
         if weight is not None and weight.is_floating_point()
     )
-    module: Any
-    for module, own in places.items():
+    block: Any
+    for block, own in places.items():
         cast = partial(_cast, own, DTYPES[setup.precision])
-        if module in blocks:
-            module._gradient_checkpointing_func = partial(_run_inside, cast, module._gradient_checkpointing_func)
+        if block in blocks:
+            block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
         else:
-            yield Hook(module, Phase.CONTEXT, cast)
+            yield Hook(block, Phase.CONTEXT, cast)
 
 
 def _run_inside(cast: Callable[[], Any], run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
