@@ -151,13 +151,16 @@ class Case:
         """The setup with the batch of a size."""
         dims = SIZES[size]
         return TrainingSetup(
-            **self.settings, num_processes=num_processes, batch_size=dims.batch_size, max_length=dims.max_length
+            **self.settings,
+            num_processes=num_processes,
+            per_device_train_batch_size=dims.batch_size,
+            max_length=dims.max_length,
         )
 
 
 CASES = (
     Case(name="dense", config=_llama),
-    Case(name="dense, fp32", config=_llama, settings=dict(precision="fp32")),
+    Case(name="dense, fp32", config=_llama, settings=dict(mixed_precision="fp32")),
     Case(name="dense, pure bf16", config=_llama, settings=dict(master_dtype="bf16", reduce_dtype="bf16")),
     Case(name="dense, 4 ranks, eager attention", config=_llama, settings=dict(attn_implementation="eager"), ranks=4),
     Case(name="tied", config=_qwen3),
@@ -225,7 +228,7 @@ CASES = (
         name="foreach AdamW, no clipping", config=_llama, settings=dict(optimizer="adamw_foreach", max_grad_norm=None)
     ),
     Case(name="SGD", config=_llama, settings=dict(optimizer="sgd")),
-    Case(name="CPU offload", config=_llama, settings=dict(offload=True), on=("cuda",)),
+    Case(name="CPU offload", config=_llama, settings=dict(offload_params=True), on=("cuda",)),
 )
 
 

@@ -99,7 +99,12 @@ def estimate(record: dict[str, Any]) -> dict[str, Any]:
         estimated = {"held": held, "peak": peak}
     else:
         gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
-        fields = {"num_processes": world, "batch_size": setup.batch_size, "max_length": setup.max_length, "gpu": gpu}
+        fields = {
+            "num_processes": world,
+            "per_device_train_batch_size": setup.per_device_train_batch_size,
+            "max_length": setup.max_length,
+            "gpu": gpu,
+        }
         fields |= case.settings | {"loss": "full", "model_kwargs": {"auto_class": case.auto_class}}
         estimate = estimate_memory(config, **fields)
         estimated = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}

@@ -125,10 +125,10 @@ class Row:
         """A short description."""
         setup = self.setup
         words = [self.entry["model"], str(setup.gpu), f"x{setup.num_processes}"]
-        words += [f"seq {setup.max_length}", f"batch {setup.batch_size}"]
+        words += [f"seq {setup.max_length}", f"batch {setup.per_device_train_batch_size}"]
         words += [f"x{setup.gradient_accumulation_steps}"] if setup.gradient_accumulation_steps > 1 else []
         words += [f"AC {self.recomputed}" if self.recomputed != 1 else "AC"] if self.recomputed else []
-        flags = {"HSDP": setup.dp_replicate_size > 1, "offload": setup.offload, "compile": setup.compile}
+        flags = {"HSDP": setup.dp_replicate_size > 1, "offload": setup.offload_params, "compile": setup.compile}
         return " ".join([*words, *(word for word, holds in flags.items() if holds)])
 
     @property
@@ -188,13 +188,13 @@ def _row(entry: dict[str, str]) -> Row:
     own: dict[str, Any] = {
         "num_processes": int(entry["gpus"]),
         "gpu": entry["gpu"],
-        "batch_size": int(entry["batch_size"]),
+        "per_device_train_batch_size": int(entry["batch_size"]),
         "max_length": int(entry["max_length"]),
         "activation_checkpointing": entry["checkpointing"] != "none",
         "master_dtype": entry["master"],
         "reduce_dtype": entry["reduce"],
         "optimizer": entry["optimizer"],
-        "offload": entry["offload"] != "no",
+        "offload_params": entry["offload"] != "no",
         "compile": entry["compile"] == "yes",
         "loss": entry.get("loss", "full"),
     }
@@ -204,10 +204,10 @@ def _row(entry: dict[str, str]) -> Row:
             "network_gbit_s": float(entry["network_gbit_s"]) if entry["network_gbit_s"] else None,
             "dp_replicate_size": int(entry["replicas"]),
             "gradient_accumulation_steps": int(entry["accumulation"]),
-            "precision": entry["precision"],
+            "mixed_precision": entry["precision"],
             "reshard_after_forward": entry["reshard"] == "yes",
             "attn_implementation": "eager" if entry["era"] == "2022" else "sdpa",
-            "policy": WrapPolicy(block_types=("Conv1D",)) if own["offload"] else WrapPolicy(),
+            "policy": WrapPolicy(block_types=("Conv1D",)) if own["offload_params"] else WrapPolicy(),
         }
     else:
         targets = entry["lora_targets"]

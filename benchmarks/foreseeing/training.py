@@ -54,7 +54,7 @@ class Training:
 
 def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -> nn.Module:
     config = case.config(size)
-    own = DTYPES[setup.precision if setup.lora_r else setup.master_dtype]
+    own = DTYPES[setup.mixed_precision if setup.lora_r else setup.master_dtype]
     model: Any = build_meta_model(
         config, auto_class=case.auto_class, dtype=own, attn_implementation=setup.attn_implementation
     )
@@ -66,7 +66,7 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
         pack(model, stored_forms(model))
         model.requires_grad_(False)
     model = _sharded(model, setup, device)
-    allocate(model, device=torch.device("cpu") if setup.offload else device)
+    allocate(model, device=torch.device("cpu") if setup.offload_params else device)
     _fill(model)
     if setup.lora_r:
         from peft import LoraConfig
@@ -84,8 +84,10 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         policy = replace(policy, reshard_after_forward={"*": False})
     plan = make_wrap_plan(model, policy=policy)
     how: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
-        "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[setup.mixed_precision], reduce_dtype=DTYPES[setup.reduce_dtype]
+        ),
+        "offload_policy": CPUOffloadPolicy() if setup.offload_params else OffloadPolicy(),
         "activation_checkpointing": setup.recompute,
     }
     if setup.wrapping == "hybrid":

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
-    SETUP_FIELDS,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -184,9 +183,8 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
     recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload"))
     names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
-    of_setup = {name: SETUP_FIELDS.get(name, name) for name in names}
     return _Answer(
-        config=replace(config, **{name: getattr(best.setup, own) for name, own in of_setup.items()}),
+        config=replace(config, **{name: getattr(best.setup, name) for name in names}),
         reasons=reasons,
         lines=lines,
         start=["hf-fsdp", recipe],
@@ -281,7 +279,7 @@ def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str)
     estimated = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
     values = explicit_fields(estimated) | {"gpu": gpu_named(name).name, "num_processes": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
-    values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
+    values["mixed_precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)
     values |= RECIPES[recipe].fields
     values |= {} if options.margin is None else {"margin": options.margin}

@@ -174,7 +174,7 @@ def _explained(memory: "MemoryEstimate") -> list[str]:
 def _wrapped(setup: "TrainingSetup", wrapping: str) -> "TrainingSetup":
     """The setup under another wrapping; without FSDP there are neither copies of shards nor offload."""
     if wrapping == "none" and setup.wrapping != "none":
-        return replace(setup, wrapping="none", dp_replicate_size=1, offload=False)
+        return replace(setup, wrapping="none", dp_replicate_size=1, offload_params=False)
     return replace(setup, wrapping=wrapping)  # type: ignore[arg-type]  # it is one of three
 
 

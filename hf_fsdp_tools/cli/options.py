@@ -261,7 +261,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     about += "`config --output` writes its options too"
     add("--recipe", choices=names, metavar="NAME", help=about)
     about = "sequences per GPU and micro-step"
-    add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
+    add("--per-device-train-batch-size", type=count, metavar="N", help=about)
     about = "tokens per sequence (default: 4096, or the model's most)"
     add("--max-length", type=count, metavar="N", help=about)
     add("--gradient-accumulation-steps", type=count, metavar="N", help="micro-steps per optimizer step")
@@ -300,21 +300,16 @@ def _image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-SETUP_FIELDS = {"offload_params": "offload", "mixed_precision": "precision"}
-"""Field of `TrainingSetup` by option, where Accelerate's word is another."""
-
-
 def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of `TrainingSetup` that the command line gives; on machines of 8 GPUs, unless it says otherwise."""
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     known = {each.name for each in fields(TrainingSetup)}
-    values = {SETUP_FIELDS.get(name, name): value for name, value in vars(options).items() if value is not None}
-    values = {name: value for name, value in values.items() if name in known}
-    if values.get("precision") == "no":
-        values["precision"] = "fp32"
-    if values.get("precision") == "fp8":
+    values = {name: value for name, value in vars(options).items() if name in known and value is not None}
+    if values.get("mixed_precision") == "no":
+        values["mixed_precision"] = "fp32"
+    if values.get("mixed_precision") == "fp8":
         raise ConfigError(
             "--mixed-precision fp8: FP8 is not estimated. bf16 is what it needs at most: FP8 gathers half the bytes of "
             "the linear layers of blocks, and multiplies faster"

@@ -37,12 +37,12 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trus
 _NOT_TRACED = (
     "num_processes", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
-    "offload", "expandable_segments",
+    "offload_params", "expandable_segments",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 _NOT_BUILT = (
-    *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
-    *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
+    *_NOT_TRACED, "per_device_train_batch_size", "rows_per_example", "frozen_models", "images", "image_size",
+    "activation_checkpointing", *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 _MOST_MODELS, _MOST_TRACES = 2, 16  # Kept in this process: traces of a large model take tens of MB. (assumed)
@@ -91,11 +91,11 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         made = partial(build, name_or_model, setup, **model_kwargs)
         model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
         loss = setup.loss or ("chunked" if predicts_words(model) else "full")
-        rows = setup.batch_size * setup.rows_per_example
-        trace = trace_model(model, plan, replace(setup, batch_size=rows, loss=loss))
+        rows = setup.per_device_train_batch_size * setup.rows_per_example
+        trace = trace_model(model, plan, replace(setup, per_device_train_batch_size=rows, loss=loss))
         if setup.frozen_models:
             kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
-            plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
+            plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
             held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
             frozen_bytes = sum(each.nbytes for some in held for each in some)
             notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
@@ -172,7 +172,7 @@ def _built(source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup,
     config = load_config(source, **hub)
     if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
         raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
-    dtype = DTYPES[setup.precision]
+    dtype = DTYPES[setup.mixed_precision]
     options: dict[str, Any] = {"dtype": DTYPES[setup.master_dtype] if setup.lora_r is None else dtype}
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
         options["attn_implementation"] = "eager"

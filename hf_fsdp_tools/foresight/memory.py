@@ -94,9 +94,10 @@ class MemoryEstimate(Report):
         times, each = f" × {steps} micro-steps" * (steps > 1), f"{shared} GPUs" if shared > 1 else "GPU"
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * limit] or kinds[:1]
+        rows = setup.per_device_train_batch_size * setup.rows_per_example
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_processes} × {setup.gpu}",
-            f"{setup.batch_size * setup.rows_per_example} × {setup.max_length:,} tokens per {each}{times}; the peak "
+            f"{rows} × {setup.max_length:,} tokens per {each}{times}; the peak "
             f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
         ]

@@ -34,8 +34,8 @@ AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_ever
 DEGREES = ("ep_size", "cp_size", "tp_size")
 _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 SEARCHED = (
-    "batch_size", "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES, "load_in_4bit",
-    "dequantize", "master_dtype", "optimizer", "offload",
+    "per_device_train_batch_size", "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES,
+    "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
 LONG = 32_768  # Tokens per sequence from which rows are shared where that is faster. (assumed: attention takes most)
@@ -62,7 +62,7 @@ Priced = tuple[TrainingSetup, Cost]
 
 def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> dict[int, int]:
     """Micro-batches in ascending order, and the accumulation steps that go with each."""
-    batch = setup.batch_size if "batch_size" in fixed else None
+    batch = setup.per_device_train_batch_size if "per_device_train_batch_size" in fixed else None
     steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
     if global_batch_size is None:
         rows = max(1, TOKENS // (setup.max_length * setup.rows_per_example)) / setup.rows_at_once
@@ -138,15 +138,15 @@ class Search:
                 for value in self._values(kind, "reshard_after_forward"):  # saves copies, which no bound knows
                     self.cost(replace((self.best() or best)[0], reshard_after_forward=value))
                 return self.best()
-        may_offload = "offload" not in self.fixed and self.setup.wrapping != "none"
+        may_offload = "offload_params" not in self.fixed and self.setup.wrapping != "none"
         for kind, on_host in product(kinds if may_offload else (), (False, True)):
             if self.best() is None:
-                self.explore(replace(kind, offload=True), on_host=on_host)
+                self.explore(replace(kind, offload_params=True), on_host=on_host)
         return self.best()
 
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for; then with weights, or optimizer, that take less."""
-        setup, is_bf16 = self.setup, self.setup.precision == "bf16"
+        setup, is_bf16 = self.setup, self.setup.mixed_precision == "bf16"
         yield setup
         if setup.lora_r is not None:
             if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
@@ -177,7 +177,9 @@ class Search:
                 if is_bound and (best := self.best()) and bounds[-1] <= rate(*best) * (1 + GAIN):
                     continue
                 try:
-                    one = replace(base, **more, **chosen, batch_size=batch, gradient_accumulation_steps=steps)
+                    one = replace(
+                        base, **more, **chosen, per_device_train_batch_size=batch, gradient_accumulation_steps=steps
+                    )
                 except FSDPToolsError:  # values that do not go together, such as copies and degrees
                     continue
                 if (cost := self.cost(one)) is None:
@@ -250,10 +252,10 @@ class Search:
         """Whether the setting that takes the least memory fits, with other values of what is not searched."""
         try:
             setup = replace(self.setup, **changes)
-            values: dict[str, Any] = {"batch_size": min(batches(setup, self.fixed, None))}
+            values: dict[str, Any] = {"per_device_train_batch_size": min(batches(setup, self.fixed, None))}
             values |= {name: self._values(setup, name)[0] for name in _SHARDING}
             values[AGAIN] = recompute = self._values(setup, AGAIN)[-1]
-            on_host = {ON_HOST: recompute, "offload": setup.wrapping != "none"}
+            on_host = {ON_HOST: recompute, "offload_params": setup.wrapping != "none"}
             values |= {name: value for name, value in on_host.items() if name not in self.fixed}
             one = replace(setup, **values)
         except FSDPToolsError:  # values that contradict each other
@@ -263,7 +265,7 @@ class Search:
 
 def rate(setup: TrainingSetup, cost: Cost) -> float:
     """Sequences per second and GPU."""
-    sequences = setup.batch_size * setup.gradient_accumulation_steps / setup.dims.ranks_per_row
+    sequences = setup.per_device_train_batch_size * setup.gradient_accumulation_steps / setup.dims.ranks_per_row
     return sequences / cost.step_seconds
 
 
@@ -291,7 +293,7 @@ class Recommendation(Report):
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, over all GPUs."""
-        return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.rows_at_once
+        return self.setup.per_device_train_batch_size * self.setup.gradient_accumulation_steps * self.setup.rows_at_once
 
     @property
     def tokens_per_step(self) -> int:
@@ -304,7 +306,8 @@ class Recommendation(Report):
 
     def __str__(self) -> str:
         setup, cost, rows = self.setup, self.cost, self.global_batch_size
-        batch = f"{rows:,} = {setup.row_words} x {setup.batch_size} x {setup.gradient_accumulation_steps} steps, "
+        each, steps = setup.per_device_train_batch_size, setup.gradient_accumulation_steps
+        batch = f"{rows:,} = {setup.row_words} x {each} x {steps} steps, "
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
         batch += f": above {MOST_TOKENS:,}, more than most trainings gain from" * (self.tokens_per_step > MOST_TOKENS)
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
@@ -314,7 +317,13 @@ class Recommendation(Report):
         memory = f"{show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free (at least "
         on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_processes)
         lines = [
-            ("chosen", setting_words({"batch_size": setup.batch_size} | _changes(setup, TrainingSetup()))),
+            (
+                "chosen",
+                setting_words(
+                    {"per_device_train_batch_size": setup.per_device_train_batch_size}
+                    | _changes(setup, TrainingSetup())
+                ),
+            ),
             ("next best", self.next_best),
             ("breaks", self.breaks),
             ("batch", batch),
@@ -406,7 +415,7 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], say: Callab
     """A function that prices a setting."""
 
     def priced(setup: TrainingSetup) -> Cost:
-        say(f"estimating micro-batch {setup.batch_size} of {setup.max_length:,} tokens")
+        say(f"estimating micro-batch {setup.per_device_train_batch_size} of {setup.max_length:,} tokens")
         memory = memory_of(step_of(name_or_model, setup, **model_kwargs))
         time = throughput_of(memory)
         return Cost(
@@ -432,7 +441,7 @@ def _model_name(name_or_model: Source) -> str:
 
 def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
-    others = [each for each in search.fitting if _changes(each[0], best).keys() - {"batch_size"}]
+    others = [each for each in search.fitting if _changes(each[0], best).keys() - {"per_device_train_batch_size"}]
     if not others:
         return "nothing but other micro-batches" if len(search.fitting) > 1 else "nothing else fits"
     one, price = max(others, key=lambda each: rate(*each))
@@ -444,7 +453,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
 def _breaks(search: Search, best: TrainingSetup) -> str:
     """What would not fit any more: rows twice as long, the next micro-batch."""
     parts = []
-    for name in ("max_length", *["batch_size"] * ("batch_size" not in search.fixed)):
+    for name in ("max_length", *["per_device_train_batch_size"] * ("per_device_train_batch_size" not in search.fixed)):
         changes = {name: 2 * getattr(best, name)}
         price = search.cost(one := replace(best, **changes))
         if price is not None and not search.has_room(one, price):  # none where the model has no more positions
@@ -455,7 +464,7 @@ def _breaks(search: Search, best: TrainingSetup) -> str:
 def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     # What a compiler makes of the rules that dequantise weights is not known.
-    changes: dict[str, Any] = {"compile": best.dequantize or best.compile, "reduce_dtype": best.precision}
+    changes: dict[str, Any] = {"compile": best.dequantize or best.compile, "reduce_dtype": best.mixed_precision}
     for name, value in changes.items():
         price = search.cost(one := replace(best, **{name: value}))
         gain = 0.0 if price is None else rate(one, price) / rate(best, cost) - 1
@@ -474,13 +483,18 @@ def _cures(search: Search) -> Iterator[str]:
     """Yield changes in words that each make the training fit, the smallest of each kind."""
     setup = search.setup
     lean: dict[str, Any] = {AGAIN: True, "reshard_after_forward": True, "sync_each_batch": True}
-    lean |= {"dp_replicate_size": 1, "batch_size": 1, ON_HOST: True, "offload": setup.wrapping != "none"}
+    lean |= {
+        "dp_replicate_size": 1,
+        "per_device_train_batch_size": 1,
+        ON_HOST: True,
+        "offload_params": setup.wrapping != "none",
+    }
     lean = {name: value for name, value in lean.items() if name in search.fixed}
     adapted: dict[str, Any] = {"lora_r": setup.lora_r or 16, "master_dtype": "fp32"}
     kinds: list[list[dict[str, Any]]] = [
         [*({name: value} | ({AGAIN: True} if name == ON_HOST else {}) for name, value in lean.items()), lean],
         [{"loss": "chunked"}],
-        [{"reduce_dtype": setup.precision}],
+        [{"reduce_dtype": setup.mixed_precision}],
         [{"optimizer": "adamw_8bit"}],
         [{"num_processes": count} for power in range(1, 13) if (count := setup.num_processes * 2**power) <= MOST_GPUS],
         [{"max_length": length} for power in range(1, 20) if (length := setup.max_length // 2**power) >= SHORTEST],

@@ -16,14 +16,14 @@ from hf_fsdp_tools.text import did_you_mean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
 _ALWAYS_SAID = (
-    "precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
+    "mixed_precision", "master_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "loss",
     "attn_implementation",
 )  # fmt: skip
 _SAID_APART = (
     "num_processes",
     "gpu",
     "gpus_per_node",
-    "batch_size",
+    "per_device_train_batch_size",
     "max_length",
     "gradient_accumulation_steps",
     "policy",
@@ -31,7 +31,7 @@ _SAID_APART = (
 
 
 def setting_words(values: Mapping[str, Any]) -> str:
-    """Fields with their values: "without activation_checkpointing, batch_size 2"."""
+    """Fields with their values: "without activation_checkpointing, per_device_train_batch_size 2"."""
     texts = []
     for name, value in values.items():
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -65,7 +65,9 @@ class TrainingSetup:
     cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
     tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
-    batch_size: int = 1  #: Sequences per micro-step and GPU, or group of GPUs that share rows (`cp_size`, `tp_size`)
+    per_device_train_batch_size: int = (
+        1  #: Sequences per micro-step and GPU, or group of GPUs that share rows (`cp_size`, `tp_size`)
+    )
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
     max_length: int = 4096  #: Tokens per sequence
     images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
@@ -73,7 +75,7 @@ class TrainingSetup:
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
     sync_each_batch: bool = True  #: False keeps gradients whole on each GPU and reduces them after the last micro-step
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  #: Dtype of computation and of gathered parameters
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"  #: Dtype of computation and of gathered parameters
     master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype of the shards that the optimizer updates
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype in which gradients are reduced
     optimizer: str = "adamw"  #: (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon`, `sgd`, `sgd_momentum`
@@ -85,7 +87,7 @@ class TrainingSetup:
     load_in_4bit: bool = False  #: NF4 base (QLoRA)
     dequantize: bool = True  #: False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, …)
     frozen_models: tuple[str, ...] = ()
-    """Hub names or folders of models that are held beside this one in shards of `precision` and not trained: a
+    """Hub names or folders of models that are held beside this one in shards of `mixed_precision` and not trained: a
     reference (the same name once more), a teacher. Their forward passes are not timed."""
     activation_checkpointing: bool = False  #: Recompute each block's activations in the backward pass
     activation_checkpointing_every_n_layers: int = 1  #: The first of so many blocks recomputes, the others do not
@@ -94,7 +96,7 @@ class TrainingSetup:
     reshard_after_forward: bool = True  #: False keeps gathered parameters until the backward pass
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"  #: root: one unit; none: every rank holds all (DDP)
     policy: WrapPolicy = field(default_factory=WrapPolicy)
-    offload: bool = False  #: Keep shards, gradients and optimizer state in host memory
+    offload_params: bool = False  #: Keep shards, gradients and optimizer state in host memory
     expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow
     compile: bool = False  #: `torch.compile` per block
     loss: Literal["full", "chunked", None] = None
@@ -138,8 +140,10 @@ class TrainingSetup:
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
-        if self.wrapping == "none" and (self.offload or max(self.cp_size, self.tp_size, self.ep_size) > 1):
-            raise ConfigError("offload, cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
+        if self.wrapping == "none" and (self.offload_params or max(self.cp_size, self.tp_size, self.ep_size) > 1):
+            raise ConfigError(
+                "offload_params, cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out."
+            )
         if self.max_length < self.cp_size:
             raise ConfigError(
                 f"max_length {self.max_length} is shorter than cp_size {self.cp_size}; use fewer GPUs per row."
@@ -181,7 +185,7 @@ class TrainingSetup:
     def dtype_in_memory(self, *, is_trained: bool) -> torch.dtype:
         """The dtype in which a weight lies between its uses: that of the optimizer's updates, or of a frozen base."""
         is_loaded_as_trained = self.freeze_vision_tower and self.lora_r is None  # LoRA's base is loaded in `precision`
-        return DTYPES[self.master_dtype if is_trained or is_loaded_as_trained else self.precision]
+        return DTYPES[self.master_dtype if is_trained or is_loaded_as_trained else self.mixed_precision]
 
     @property
     def gpus_per_copy(self) -> int:

@@ -89,7 +89,7 @@ class ThroughputEstimate(Report):
         return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
 
     def _share_of_peak(self, flops: float) -> float:
-        precision = self.setup.precision
+        precision = self.setup.mixed_precision
         peak = gpu_named(self.setup.gpu).peak(4 if precision == "fp32" else 2, precision)
         return flops / (self.step_seconds * peak)
 
@@ -176,7 +176,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency)
     notes = trace.notes
     notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
-    notes += (_OFFLOADED,) if setup.offload else ()
+    notes += (_OFFLOADED,) if setup.offload_params else ()
     if memory.spare_bytes < 0:
         notes += ("the step has no room, or no cache, in the memory of this GPU; the times are those of one with more",)
     late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_processes)) * timing.seconds

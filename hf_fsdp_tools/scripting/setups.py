@@ -80,7 +80,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
         >>> setup = setup_of("dpo", script, training, model_args, gpu="h100-80gb", num_processes=8)
-        >>> setup.batch_size, setup.rows_per_example
+        >>> setup.per_device_train_batch_size, setup.rows_per_example
         (1, 2)
     """
     own = RECIPES[recipe]
@@ -97,7 +97,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     targets = targets if isinstance(targets, str | None) else tuple(targets)
     values = {
         "max_length": max(lengths) * (2 if own.lengths == ("max_completion_length",) else 1),
-        "batch_size": get("per_device_train_batch_size"),
+        "per_device_train_batch_size": get("per_device_train_batch_size"),
         "rows_per_example": len(columns.split(",")) if columns else own.rows,
         "gradient_accumulation_steps": get("gradient_accumulation_steps", 1),
         "sync_each_batch": (accelerate.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", True),
@@ -132,10 +132,10 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "gpu": gpu_named(device_title(accelerator.device) or "").name,
         "num_processes": accelerator.num_processes,
         "gpus_per_node": rank_on_node()[1],
-        "precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
+        "mixed_precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
         "ep_size": plugin.ep_size,
         "reshard_after_forward": plugin.reshard_after_forward is not False,
-        "offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
     }
 
@@ -162,7 +162,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
 
     own, steps, adapts = RECIPES[recipe], setup.gradient_accumulation_steps, setup.lora_r is not None
     optim, *optim_args = OPTIMIZERS.get(setup.optimizer, (setup.optimizer,))[0].split(" --optim_args ")
-    part = gcd(_ANSWERS, setup.batch_size * steps * setup.rows_at_once)
+    part = gcd(_ANSWERS, setup.per_device_train_batch_size * steps * setup.rows_at_once)
     unsynced = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
     targets = setup.lora_target_modules
     names = [targets] if isinstance(targets, str) else list(targets or ())
@@ -172,7 +172,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
         "dataset_name": "DATASET",
         own.frozen: setup.frozen_models[0] if own.frozen and setup.frozen_models else None,
         **{name: setup.max_length // (2 if "completion" in name else 1) for name in own.lengths},
-        "per_device_train_batch_size": setup.batch_size,
+        "per_device_train_batch_size": setup.per_device_train_batch_size,
         "gradient_accumulation_steps": steps,
         "optim": optim if setup.optimizer != "adamw" else None,
         "optim_args": "".join(optim_args) or None,

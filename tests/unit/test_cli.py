@@ -17,7 +17,6 @@ import yaml
 from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import _parser, main
-from hf_fsdp_tools.cli.options import SETUP_FIELDS
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from hf_fsdp_tools.steps import WrapPlan
@@ -106,7 +105,7 @@ def test_defaults_in_the_help_of_estimate_are_those_of_a_setup():
     said = {}
     for action in commands["estimate"]._actions:
         found = re.search(r"default: ([\w.-]+)|(\w+) \(default\)", action.help or "")
-        if found and (name := SETUP_FIELDS.get(action.dest, action.dest)) in usual:
+        if found and (name := action.dest) in usual:
             said[name] = found[1] or found[2]
     as_described = {"lora_r": "all", "network_gbit_s": "as", "link_gb_s": "as", "image_size": "the", "images": "1"}
     as_described |= {"wrapping": "plan"}

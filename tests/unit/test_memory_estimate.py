@@ -28,7 +28,9 @@ def config() -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def estimate(config: LlamaConfig) -> MemoryEstimate:
-    return estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512, loss="full")
+    return estimate_memory(
+        config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512, loss="full"
+    )
 
 
 def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
@@ -45,7 +47,7 @@ def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
 def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
     """As the recipes train it; in whole logits where it is asked for, and for every other model."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100_000)
-    shape = dict(batch_size=4, max_length=512)
+    shape = dict(per_device_train_batch_size=4, max_length=512)
     made, chunked, whole = (
         estimate_memory(LlamaConfig(**sizes), loss=loss, **shape) for loss in (None, "chunked", "full")
     )
@@ -57,7 +59,9 @@ def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
 
 def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
     monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
-    return estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512, loss="full")
+    return estimate_memory(
+        config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512, loss="full"
+    )
 
 
 def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
@@ -102,24 +106,30 @@ def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
 
 
 def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate_memory(config, num_processes=8, gpu="a100-80gb", batch_size=2, max_length=512)
+    estimate_memory(config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512)
     monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
     changes: list[dict[str, Any]] = [
         dict(num_processes=64, gpu="h100"),
         dict(num_processes=64, dp_replicate_size=8, gradient_accumulation_steps=2),
-        dict(offload=True),
+        dict(offload_params=True),
         dict(optimizer="sgd", max_grad_norm=None),
         dict(reshard_after_forward=False),
         *(dict(gradient_accumulation_steps=count) for count in (4, 10**6)),
     ]
-    more = [estimate_memory(config, **dict(num_processes=8, batch_size=2, max_length=512) | each) for each in changes]
+    more = [
+        estimate_memory(config, **dict(num_processes=8, per_device_train_batch_size=2, max_length=512) | each)
+        for each in changes
+    ]
     assert more[-1].peak_allocated == more[-2].peak_allocated and more[-1].peak_reserved == more[-2].peak_reserved
     assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
     assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
-    far = [dict(num_processes=4096, dp_replicate_size=copies, batch_size=2, max_length=512) for copies in (1, 8)]
+    far = [
+        dict(num_processes=4096, dp_replicate_size=copies, per_device_train_batch_size=2, max_length=512)
+        for copies in (1, 8)
+    ]
     said = [str(estimate_memory(config, **each)) for each in far]
     assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
     with pytest.raises(AssertionError, match="a dry run"):
-        estimate_memory(config, num_processes=8, batch_size=3, max_length=512)
-    with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):
+        estimate_memory(config, num_processes=8, per_device_train_batch_size=3, max_length=512)
+    with pytest.raises(ConfigError, match=r"'batchsize': did you mean per_device_train_batch_size"):
         estimate_memory(config, batchsize=2)

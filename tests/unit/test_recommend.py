@@ -49,11 +49,11 @@ class Toy:
             self.params - trained if setup.lora_r else 0
         )
         shards = ((16 if setup.master_dtype == "fp32" else 6) * trained + base) / setup.dp_shard_size
-        shards = 0 if setup.offload else shards
+        shards = 0 if setup.offload_params else shards
         gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1) / setup.ep_size
         if setup.tp_size > 1 or (setup.cp_size > 1 and not self.shares_rows) or setup.ep_size > self.most_experts:
             raise ConfigError("cannot be divided so")
-        tokens = setup.batch_size * setup.max_length // setup.cp_size
+        tokens = setup.per_device_train_batch_size * setup.max_length // setup.cp_size
         part = setup.activation_checkpointing / setup.activation_checkpointing_every_n_layers
         kept = (
             self.activation
@@ -64,7 +64,7 @@ class Toy:
         floor *= 1 if setup.dequantize else self.stored
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
         links /= max(1, setup.ep_size / 8)  # within a machine all traffic between machines stays
-        links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload
+        links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload_params
         micro, steps = max(floor, links) + 0.2 * links, setup.gradient_accumulation_steps
         seconds = steps * micro
         if steps > 1 and not setup.sync_each_batch:
@@ -85,17 +85,19 @@ LEAN = {"master_dtype": "bf16", "optimizer": "adamw_8bit"}
 def settings(setup, global_batch_size, replicas=(1,)):
     ways = [(False, 1, False), *product((True,), (1, 2, 3, 4), (False, True))]
     names = ("activation_checkpointing", EVERY, ON_HOST)
-    others = ("offload", "reshard_after_forward", "sync_each_batch", "dp_replicate_size")
+    others = ("offload_params", "reshard_after_forward", "sync_each_batch", "dp_replicate_size")
     for way, *values in product(ways, (False, True), (True, False), (True, False), replicas):
         rest = global_batch_size // setup.num_processes
         for batch in (n for n in range(1, rest + 1) if rest % n == 0):
             changes = dict(zip(names, way, strict=True)) | dict(zip(others, values, strict=True))
             if rest > batch or changes["sync_each_batch"]:
-                yield replace(setup, batch_size=batch, gradient_accumulation_steps=rest // batch, **changes)
+                yield replace(
+                    setup, per_device_train_batch_size=batch, gradient_accumulation_steps=rest // batch, **changes
+                )
 
 
 def rate(setup, cost):
-    return setup.batch_size * setup.gradient_accumulation_steps / cost.step_seconds
+    return setup.per_device_train_batch_size * setup.gradient_accumulation_steps / cost.step_seconds
 
 
 @pytest.mark.parametrize("models", [4, pytest.param(25, marks=pytest.mark.nightly)])
@@ -117,7 +119,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, mo
         lean = [(one, toy(one)) for one in settings(replace(setup, **LEAN), size, replicas=(1, 2, 4))]
         # What changes less is taken first, and offload is for what does not fit without.
         ways = [
-            [each for each in some if each[1].peak_bytes <= 0.9 * GPU and each[0].offload == offload]
+            [each for each in some if each[1].peak_bytes <= 0.9 * GPU and each[0].offload_params == offload]
             for offload in (False, True)
             for some in (every, lean)
         ]
@@ -143,13 +145,17 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, mo
 def test_every_nth_block_recomputes_where_memory_allows():
     """n as large as it may be, found with few further estimates."""
     toy, setup = Toy(8e9, activation=1.2e7, gather=1e-3), TrainingSetup(num_processes=8, max_length=8192)
-    best = choose(setup, toy, fixed=("batch_size",))
+    best = choose(setup, toy, fixed=("per_device_train_batch_size",))
     assert len(toy.asked) < 20
     chosen = best.setup
     assert chosen.activation_checkpointing and chosen.activation_checkpointing_every_n_layers == 2
     more, less = (replace(chosen, activation_checkpointing_every_n_layers=n) for n in (1, 3))
     assert toy(less).peak_bytes > 0.9 * GPU and toy(more).step_seconds > toy(chosen).step_seconds
-    fixed = choose(replace(setup, activation_checkpointing=True), toy, fixed=("batch_size", "activation_checkpointing"))
+    fixed = choose(
+        replace(setup, activation_checkpointing=True),
+        toy,
+        fixed=("per_device_train_batch_size", "activation_checkpointing"),
+    )
     assert fixed.setup.activation_checkpointing_every_n_layers == 2, "where it is asked for, too"
 
 
@@ -157,9 +163,9 @@ def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
     """Before anything else is offloaded, and not where it is refused."""
     toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_processes=8, max_length=8192)
     best = choose(setup, toy)
-    assert best.setup.activation_checkpointing_offload and not best.setup.offload
+    assert best.setup.activation_checkpointing_offload and not best.setup.offload_params
     with pytest.raises(ConfigError, match="What fits: with activation_checkpointing_offload"):
-        choose(setup, toy, fixed=("activation_checkpointing_offload", "offload", "optimizer"))
+        choose(setup, toy, fixed=("activation_checkpointing_offload", "offload_params", "optimizer"))
 
 
 def test_segments_that_grow_are_named_where_they_save_much():
@@ -173,7 +179,9 @@ def test_segments_that_grow_are_named_where_they_save_much():
         (Growing(1e8, activation=4e4), "h100-80gb", False),
         (Growing(8e9, activation=4e6), "mi300x", False),
     ):
-        best = choose(TrainingSetup(num_processes=8, max_length=2048, gpu=gpu), toy, fixed=("batch_size",))
+        best = choose(
+            TrainingSetup(num_processes=8, max_length=2048, gpu=gpu), toy, fixed=("per_device_train_batch_size",)
+        )
         text = f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(int(best.cost.peak_bytes * 0.9))}"
         assert (text in str(best)) == (best.expandable_bytes > 0) == is_named
 
@@ -182,10 +190,10 @@ def test_what_is_next_best_and_what_would_not_fit_have_their_figures():
     toy, setup = Toy(activation=3e6), TrainingSetup(num_processes=8, max_length=8192)
     best = choose(setup, toy, global_batch_size=64)
     chosen = best.setup
-    larger = replace(chosen, batch_size=4, gradient_accumulation_steps=2)
+    larger = replace(chosen, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     num_bytes = toy(larger).peak_bytes
-    assert chosen.batch_size == 2 and num_bytes > GPU
-    words = f"or batch_size 4 ({show_bytes(num_bytes)})"
+    assert chosen.per_device_train_batch_size == 2 and num_bytes > GPU
+    words = f"or per_device_train_batch_size 4 ({show_bytes(num_bytes)})"
     assert words in best.breaks and words in str(best)
     changed = best.next_best.partition(":")[0]
     other = next(one for one in toy.asked if setting_words(recommend._changes(one, chosen)) == changed)
@@ -199,9 +207,11 @@ def test_what_is_next_best_and_what_would_not_fit_have_their_figures():
 def test_what_is_given_stays():
     toy, setup = (
         Toy(),
-        TrainingSetup(num_processes=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True),
+        TrainingSetup(
+            num_processes=32, dp_replicate_size=2, per_device_train_batch_size=3, activation_checkpointing=True
+        ),
     )
-    given = ("dp_replicate_size", "batch_size", "activation_checkpointing")
+    given = ("dp_replicate_size", "per_device_train_batch_size", "activation_checkpointing")
     best = choose(setup, toy, fixed=given, global_batch_size=192)
     assert best.setup.gradient_accumulation_steps == 2
     for field in given:
@@ -240,21 +250,21 @@ def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
     """The first that fits of: as asked, less memory of weights and optimizer, offload with its caution."""
     setup = TrainingSetup(num_processes=1, max_length=4096)
     lean = choose(setup, Toy())
-    assert {name: getattr(lean.setup, name) for name in LEAN} == LEAN and not lean.setup.offload
-    assert "chosen    batch_size" in str(lean)
-    assert choose(setup, Toy(), fixed=("optimizer",)).setup.offload, "not where another is asked for"
+    assert {name: getattr(lean.setup, name) for name in LEAN} == LEAN and not lean.setup.offload_params
+    assert "chosen    per_device_train_batch_size" in str(lean)
+    assert choose(setup, Toy(), fixed=("optimizer",)).setup.offload_params, "not where another is asked for"
     adapter = replace(setup, num_processes=2, lora_r=16)
     assert not choose(adapter, Toy(1e10)).setup.load_in_4bit
     four = choose(adapter, Toy(7e10)).setup
-    assert four.load_in_4bit and not four.offload
-    assert choose(adapter, Toy(7e10), fixed=("load_in_4bit",)).setup.offload
+    assert four.load_in_4bit and not four.offload_params
+    assert choose(adapter, Toy(7e10), fixed=("load_in_4bit",)).setup.offload_params
 
 
 def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     best = choose(TrainingSetup(num_processes=8, max_length=4096), Toy(activation=3e6))
     assert best.tokens_per_step == 2**18 and best.setup.gradient_accumulation_steps > 1
     assert best.next_best.count("fits, ") == 1 and f"next best {best.next_best}" in str(best)
-    assert "max_length 8192 (" in best.breaks or "batch_size" in best.breaks
+    assert "max_length 8192 (" in best.breaks or "per_device_train_batch_size" in best.breaks
     assert "one row per step trains badly" in str(choose(TrainingSetup(), Toy(1e9), global_batch_size=1))
     assert "above 2,000,000" in str(choose(TrainingSetup(num_processes=512), Toy(), global_batch_size=512))
     assert not any(word in str(best) for word in ("trains badly", "above 2,000,000"))
@@ -264,7 +274,12 @@ def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     ("params", "changes", "given", "cures"),
     [
         (7e10, {"wrapping": "none"}, (), ["lora_r 16"]),
-        (1e11, {"batch_size": 256, "max_length": 16384, "num_processes": 64}, ("batch_size",), ["batch_size 1."]),
+        (
+            1e11,
+            {"per_device_train_batch_size": 256, "max_length": 16384, "num_processes": 64},
+            ("per_device_train_batch_size",),
+            ["per_device_train_batch_size 1."],
+        ),
         (3e9, {"num_processes": 2, "max_length": 2_000_000}, (), ["max_length 1000000", "gpu h100-nvl"]),
     ],
 )
@@ -280,7 +295,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
 def test_rows_are_shared_where_nothing_else_fits():
     setup = TrainingSetup(num_processes=8, max_length=16_384)
     best = choose(setup, Toy(activation=6e7, shares_rows=True))
-    assert best.setup.cp_size == 2 and not best.setup.offload, "the fewest GPUs that make it fit"
+    assert best.setup.cp_size == 2 and not best.setup.offload_params, "the fewest GPUs that make it fit"
     assert best.global_batch_size == 16
     assert "4 groups of 2 GPUs x 1 x 4 steps" in str(best)
     whole = choose(setup, Toy(activation=4e6, shares_rows=True))
@@ -318,7 +333,7 @@ def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
     assert small.setup.dequantize, "which is faster"
     assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
     alone = choose(lora, Toy(2e11, stored=1.5))
-    assert not alone.setup.dequantize and not alone.setup.offload
+    assert not alone.setup.dequantize and not alone.setup.offload_params
     assert "without dequantize" in str(alone)
     with pytest.raises(ConfigError, match=r"What fits: .*without dequantize"):
         choose(TrainingSetup(lora_r=16, wrapping="none"), Toy(3e10, stored=1.5), fixed=("dequantize", "load_in_4bit"))
@@ -332,7 +347,7 @@ def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
 def test_a_global_batch_or_a_margin_that_cannot_be():
     with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
         choose(TrainingSetup(num_processes=8), Toy(), global_batch_size=100)
-    fixed = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    fixed = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
         choose(TrainingSetup(num_processes=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
     # a margin is a part

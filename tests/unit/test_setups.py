@@ -69,9 +69,9 @@ def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> 
 def machine_of(config: LaunchConfig, **known: Any) -> dict[str, Any]:
     names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "activation_checkpointing")
     names += tuple(f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
-    values = {name: getattr(config, name) for name in names} | {"offload": config.offload_params}
+    values = {name: getattr(config, name) for name in (*names, "offload_params")}
     nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_processes": config.num_processes}
-    return values | nodes | {"precision": config.mixed_precision} | known
+    return values | nodes | {"mixed_precision": config.mixed_precision} | known
 
 
 FIXED = "--gpu h100-80gb --num-processes 2 --max-length 512 --no-offload-params --reshard-after-forward"
@@ -174,7 +174,7 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
     assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
     machine = json.loads(json.dumps(setups.machine_of(gpu)))
-    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload"]
+    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload_params"]
     model_args.use_dora = True
     running._say_estimate(model_args, training, gpu)
     assert "no estimate of the peak: what --use_dora True takes is not estimated" in capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     assert named_config(name).samefile(path)
     rest = [word for word in rest if word not in ("--main_process_ip", "ADDRESS")]
     setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
-    batch = (setup.batch_size, setup.gradient_accumulation_steps)
+    batch = (setup.per_device_train_batch_size, setup.gradient_accumulation_steps)
     assert (*batch, batch[0] * batch[1] * setup.rows_at_once) == said["batch"]
     assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
 

@@ -40,7 +40,7 @@ from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
-SHAPE = dict(num_processes=4, batch_size=2, max_length=32)
+SHAPE = dict(num_processes=4, per_device_train_batch_size=2, max_length=32)
 
 
 def llama(**options: Any) -> LlamaConfig:
@@ -75,21 +75,21 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
         modules = dict(model.named_modules())
         units = [modules[name] for unit in plan.units for name in sorted(unit.modules)]
         casts = [*casts_of_weights(model, units, setup)]
-        install(model, [*casts, *hooks_of_casts(model, DTYPES[setup.precision], units=units, replicated=())])
+        install(model, [*casts, *hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=())])
     else:
         shape = (setup.dp_replicate_size, setup.dp_shard_size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         sharding = Sharding(
             plan=plan,
             axes=Axes(shards=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"]),
-            mp_policy=MixedPrecisionPolicy(DTYPES[setup.precision], DTYPES[setup.reduce_dtype]),
+            mp_policy=MixedPrecisionPolicy(DTYPES[setup.mixed_precision], DTYPES[setup.reduce_dtype]),
             offload_policy=OffloadPolicy(),
             activation_checkpointing=setup.recompute,
         )
         apply_sharding(model, sharding)
     allocate(model, device=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
-    ids = torch.ones(setup.batch_size, setup.max_length, dtype=torch.long)
+    ids = torch.ones(setup.per_device_train_batch_size, setup.max_length, dtype=torch.long)
     model.train()
 
     def step() -> None:
@@ -140,7 +140,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
             activation_checkpointing_every_n_layers=2,
         ),
     ),
-    "full precision, kept": (llama(), dict(precision="fp32", reshard_after_forward=False)),
+    "full precision, kept": (llama(), dict(mixed_precision="fp32", reshard_after_forward=False)),
     "checkpointing": (llama(), dict(activation_checkpointing=True)),
     "experts split along their rows": (mixtral(), dict(num_processes=8)),
 }
@@ -177,7 +177,7 @@ def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     with group(setup.num_processes), torch.backends.mkldnn.flags(enabled=False):
         real = real_step(config, plan, setup)
     assert after == 0
-    inputs = 2 * 8 * setup.batch_size * setup.max_length  # they are there before the real step
+    inputs = 2 * 8 * setup.per_device_train_batch_size * setup.max_length  # they are there before the real step
     assert most - inputs == pytest.approx(max(accumulate(real)) - 5056 * STATES.get(name, 0), abs=600)
     # Each buffer of FSDP2 comes and goes in the same order, as far as its size tells it from other memory.
     composed = changes_of(step.events)
@@ -256,7 +256,7 @@ def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
 
 
 def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
-    setup = TrainingSetup(num_processes=2, offload=True)
+    setup = TrainingSetup(num_processes=2, offload_params=True)
     step = compose(hand_made(), PLAN, setup)
     assert works(step, "host_to_device", "device_to_host") == [
         ("host_to_device", 4 * 500, "", "copy_in"),
@@ -355,7 +355,7 @@ def test_muon_has_the_state_the_operations_and_the_exchanges_of_its_matrices(ran
     model = make_model("mixtral")
     plan, setup = (
         make_wrap_plan(model),
-        TrainingSetup(num_processes=ranks, max_length=8, batch_size=1, precision="fp32"),
+        TrainingSetup(num_processes=ranks, max_length=8, per_device_train_batch_size=1, mixed_precision="fp32"),
     )
     trace = trace_model(model, plan, replace(setup, loss="full"))
     matrices = {each.fqn: each for each in trace.parameters if each.matrices is not None}

@@ -102,7 +102,7 @@ def test_compile_saves_traffic_of_elementwise_kernels_and_leaves_matmuls_and_cop
 
 
 def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
-    offload = dataclasses.replace(SETUP, offload=True)
+    offload = dataclasses.replace(SETUP, offload_params=True)
     copied = Work("device_to_host", 0, 1.5 * COMPUTE * 32e9 * 0.8, "a", "forward", "reduce_scatter")
     adam = Work("memory", 0, 0.1 * 51e9 * 0.7, "a", "optimizer", "offload")
     timing = timed([matmul("a"), copied, adam], offload)

@@ -27,7 +27,7 @@ CONFIG = LlamaConfig(
     vocab_size=32000,
     max_position_embeddings=4096,
 )
-FIELDS = {"gpu": "a100-80gb", "batch_size": 2, "max_length": 2048, "loss": "full"}
+FIELDS = {"gpu": "a100-80gb", "per_device_train_batch_size": 2, "max_length": 2048, "loss": "full"}
 
 
 def forecast(**fields: object) -> Forecast:

@@ -98,7 +98,7 @@ def renumbered(trace: Trace) -> list[tuple]:
 @pytest.mark.parametrize(
     ("kind", "layers", "fields"),
     [
-        ("gpt2", 6, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}),
+        ("gpt2", 6, {"activation_checkpointing": True, "mixed_precision": "fp32", "wrapping": "root"}),
         pytest.param("local and global", 11, {}, marks=pytest.mark.nightly),  # a period of two, as that below
         ("encoder and decoder", 7, {}),
         pytest.param("llama", 6, {"lora_r": 4, "activation_checkpointing": True}, marks=pytest.mark.nightly),
@@ -154,7 +154,7 @@ def test_blocks_that_differ_are_all_run():
 def test_memory_and_products_are_those_of_a_real_step(kind):
     """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own; experts are
     estimated in grouped products, and run here one by one."""
-    setup = TrainingSetup(max_length=32, precision="fp32", wrapping="root", attn_implementation="eager")
+    setup = TrainingSetup(max_length=32, mixed_precision="fp32", wrapping="root", attn_implementation="eager")
     estimated = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     real = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](2), **ways).train()
@@ -226,14 +226,14 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch(kinds)
 
 
 def test_kernels_are_those_of_a_gpu():
-    sizes = {each.num_bytes for each in allocs(traced("llama", batch_size=3), unit="model.layers.0")}
+    sizes = {each.num_bytes for each in allocs(traced("llama", per_device_train_batch_size=3), unit="model.layers.0")}
     rows = 3 * 4 * 128 * 4
     assert {3 * 4 * 32 * 4, rows, rows * 32} <= sizes, (
         "saved exponents; products and fp32 gradients of the backward pass"
     )
-    padded = {each.num_bytes for each in allocs(traced("llama", precision="fp32"), unit="model.layers.0")}
+    padded = {each.num_bytes for each in allocs(traced("llama", mixed_precision="fp32"), unit="model.layers.0")}
     assert 4 * (64 * 64 * 4 + 16) in padded, "the efficient kernel's gradients of queries, with heads in groups"
-    model = traced("gpt2", batch_size=3)
+    model = traced("gpt2", per_device_train_batch_size=3)
     norms = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 4]
     masks = [each for each in allocs(model, unit="transformer.h.0") if each.num_bytes == 3 * 32 * 48]
     assert len(norms) >= 4 and len(masks) >= 2, "statistics of norms in fp32; masks of dropout of one byte"

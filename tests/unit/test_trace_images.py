@@ -14,7 +14,7 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, Values, batch_of, images_of
 
 PLAIN = {
-    "precision": "fp32",
+    "mixed_precision": "fp32",
     "wrapping": "root",
     "attn_implementation": "eager",
     "max_length": 32,
@@ -38,7 +38,7 @@ def traced(name: str, **fields) -> Trace:
     ("name", "tokens", "fields"),
     [
         ("VLM, Qwen2.5-VL", 6, {}),
-        pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
+        pytest.param("VLM, Gemma 3", 4, {"per_device_train_batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):

@@ -58,7 +58,7 @@ def answer(
                 gpu=gpu,
                 num_processes=whole(gpus, "GPUs"),
                 max_length=whole(length, "Tokens per row"),
-                batch_size=whole(batch, "Rows per GPU"),
+                per_device_train_batch_size=whole(batch, "Rows per GPU"),
                 activation_checkpointing=checkpointing,
                 **METHODS[method],
             )

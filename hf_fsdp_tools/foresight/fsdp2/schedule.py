@@ -233,7 +233,7 @@ class Fsdp2Schedule:
             return
         inputs: list[int] = []
         cast = [shard for shard in unit.shards if shard.is_cast]
-        if self._setup.offload:
+        if self._setup.offload_params:
             inputs = [self._on_device(shard, "copy_in") for shard in unit.shards]
         elif cast:
             num_bytes = sum(shard.gathered_bytes for shard in cast)
@@ -249,7 +249,7 @@ class Fsdp2Schedule:
     def _on_device(self, shard: Shard, stream: Literal["compute", "copy_in"]) -> int:
         """A shard that is copied from the host under CPU offload, and cast."""
         writer, copied = self.writer, list[int]()
-        if self._setup.offload:
+        if self._setup.offload_params:
             copied = [writer.take(shard.num_bytes, "gather buffers", stream)]
             writer.work("host_to_device", shard.num_bytes, stream)
             if not shard.is_cast:
@@ -278,9 +278,9 @@ class Fsdp2Schedule:
         for shard in unit.shards:
             num_bytes = shard.gathered_bytes * ranks
             if ranks == 1:
-                if not (shard.parameter.requires_grad or shard.is_cast or self._setup.offload):
+                if not (shard.parameter.requires_grad or shard.is_cast or self._setup.offload_params):
                     continue
-                made = [self._on_device(shard, "compute")] if self._setup.offload or shard.is_cast else []
+                made = [self._on_device(shard, "compute")] if self._setup.offload_params or shard.is_cast else []
                 writer.free(*copies)
                 copies = made
             yield writer.take(num_bytes, "gathered parameters")
@@ -325,7 +325,7 @@ class Fsdp2Schedule:
         writer.work("memory", read + numel * ranks * size)
         *rest, last = (block for _, block in gradients)
         writer.free(*reversed(rest))  # the last one is a variable of torch's loop until the end
-        is_kept = master == self._dtype and not setup.offload and not unit.has_gradients
+        is_kept = master == self._dtype and not setup.offload_params and not unit.has_gradients
         output = writer.take(numel * size, "gradients" if is_kept else "reduce buffers", "reduce_scatter")
         if setup.reduce_dtype == "fp16":  # it is divided before and after
             writer.work("memory", 2 * numel * (ranks + 1) * size, "reduce_scatter")
@@ -344,7 +344,7 @@ class Fsdp2Schedule:
             kind: Literal["gradients", "reduce buffers"] = "reduce buffers" if unit.has_gradients else "gradients"
             block = writer.take(numel * master.itemsize, kind, stream)
             writer.work("memory", numel * (size + master.itemsize), stream)
-        if setup.offload:
+        if setup.offload_params:
             for shard, _ in gradients:
                 writer.work("device_to_host", shard.num_bytes, stream)
         elif not unit.has_gradients:

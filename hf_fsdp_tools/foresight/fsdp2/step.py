@@ -49,7 +49,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
     updated: list[Shard | Parameter] = [shard for shard in shards if shard.parameter.fqn in reached]
     updated += [each for each in whole if each.fqn in reached]
-    on_host = setup.offload and bool(shards)  # where the CPU computes, from and to its own memory
+    on_host = setup.offload_params and bool(shards)  # where the CPU computes, from and to its own memory
     update = EventWriter() if on_host else writer
     state_bytes, state = optimizer_step(update, updated, setup), list[Alloc]()
     writer.phase = "optimizer"
@@ -64,14 +64,14 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     schedule.end_step()
     replicated.end_step()
     frozen_bytes = -(-trace.frozen_bytes // setup.gpus_per_copy)
-    sizes = [] if setup.offload else [*(shard.num_bytes for shard in shards), frozen_bytes]
+    sizes = [] if setup.offload_params else [*(shard.num_bytes for shard in shards), frozen_bytes]
     sizes += [*(each.num_bytes for each in whole), trace.buffer_bytes]
     parameters = [writer.alloc(num_bytes, "parameters") for num_bytes in sizes if num_bytes]
     parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in replicated.resident]
     copies = sum(shard.num_bytes * (1 + shard.parameter.requires_grad) for shard in shards)
     inputs = (event for event in trace.events if type(event) is Work and event.stream == "activations")
     host_bytes = int(sum(work.num_bytes for work in inputs if work.operation == "device_to_host"))
-    host_bytes += frozen_bytes + copies + sum(state_bytes) if setup.offload else 0
+    host_bytes += frozen_bytes + copies + sum(state_bytes) if setup.offload_params else 0
     return Step(tuple(writer.events), optimizer_at, tuple(parameters), tuple(state), host_bytes)
 
 

@@ -138,7 +138,7 @@ class Durations:
         shares = self._efficiency
         is_of_model = work.stream == "compute" and work.phase not in ("clip", "optimizer")  # which a compiler fuses
         num_bytes *= shares.compiled_memory if operation == "memory" and self._setup.compile and is_of_model else 1
-        rate = gpu.peak(work.dtype_bytes, self._setup.precision)
+        rate = gpu.peak(work.dtype_bytes, self._setup.mixed_precision)
         rate *= shares.attention if operation == "attention" else shares.matmul
         return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / (gpu.memory_bandwidth * shares.memory))
 

@@ -85,7 +85,7 @@ def _followed(
         parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
-        tokens=setup.batch_size * setup.max_length // setup.dims.ranks_per_row,
+        tokens=setup.per_device_train_batch_size * setup.max_length // setup.dims.ranks_per_row,
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(notes),
     )
@@ -143,7 +143,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     for parameter, (name, *other_names) in names.items():
         dtype = parameter.dtype
         if dtype.is_floating_point:
-            dtype = DTYPES[setup.master_dtype if name in plan.replicated else setup.precision]
+            dtype = DTYPES[setup.master_dtype if name in plan.replicated else setup.mixed_precision]
             dtype = setup.dtype_in_memory(is_trained=parameter.requires_grad) if setup.is_plain else dtype
         yield Parameter(
             fqn=name,
@@ -181,10 +181,10 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name]: None for name in sorted(name for unit in plan.units for name in unit.modules)}
     hooks: list[Any] = []
-    if setup.precision != "fp32":
+    if setup.mixed_precision != "fp32":
         if setup.is_plain:
             hooks += casts_of_weights(model, units, setup)
-        hooks += hooks_of_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
+        hooks += hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=whole)
     hooks += hooks_of_experts(ModuleTree(model))
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
@@ -224,7 +224,7 @@ def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: Traini
     )
     block: Any
     for block, own in places.items():
-        cast = partial(_cast, own, DTYPES[setup.precision])
+        cast = partial(_cast, own, DTYPES[setup.mixed_precision])
         if block in blocks:
             block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
         else:

@@ -128,7 +128,7 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
     """Arguments of the model's forward pass for one micro-step of training, with any values. Sequences are full and not
     packed, so that no mask is given. Each image stands between marks."""
     config: Any = model.config
-    takes, rows = inspect.signature(type(model).forward).parameters, setup.batch_size
+    takes, rows = inspect.signature(type(model).forward).parameters, setup.per_device_train_batch_size
     ids = torch.zeros(rows, setup.max_length, dtype=torch.int64)
     batch: dict[str, Any]
     match getattr(model, "main_input_name", "input_ids"):
