@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 from itertools import accumulate, groupby
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, Work, states
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.plots import INK, LINES, new_figure, styled
 from hf_fsdp_tools.text import cut, show_bytes, show_count
@@ -47,7 +47,15 @@ def memory_timeline(
     most_points: int = MOST_POINTS,
 ) -> Timeline:
     """The memory of an estimated step over the time of its computation; of many points, those of highest and lowest."""
-    allocated = [sum(now.values()) for _, now, _ in states(events, resident, range(len(events)))]
+    sizes = {each.block: each.num_bytes for each in resident}
+    allocated, now = [], sum(sizes.values())
+    for event in events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+            now += event.num_bytes
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.block, 0)
+        allocated.append(now)
     phases = _phases(events)
     works = (seconds_of(each) if isinstance(each, Work) and each.stream == "compute" else 0.0 for each in events)
     seconds = list(accumulate(works))

@@ -15,6 +15,9 @@ settled by these rules, none of which looks at a figure:
 - llm-foundry and TinyLlama run a fused cross entropy; that of transformers makes copies of the logits in fp32, so the
   memory of these rows is less than estimated, and no row of theirs is taken to wait for a full GPU.
 - TinyLlama's fused kernels and FlashAttention-2 count as compiled, of 2024.
+- FSDP1 wraps blocks alone (`units` "blocks"): the root gathers all else and keeps it until the backward pass ends.
+- transformers made logits in fp32 before 2025, and copied them. A loop that holds the model's outputs while it runs
+  backward (`keeps_outputs`) holds the logits too; the Trainer drops them.
 - PyTorch's post of 2022 wrapped the linear layers of the decoder one by one. Its teraflop/s and those of the FSDP paper
   count the recomputation, 96 B s l h^2 (1 + s/6h + V/16lh) per step, as in the script that measured them (`calc_flop`
   in github.com/mrshenli/ptd_benchmark, trainer.py). Its GPT-1T, which kept checkpoints on the host, is left out.
@@ -27,15 +30,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from hf_fsdp_tools.foresight.events import Event, Mark, Work
-from hf_fsdp_tools.foresight.forecast import step_of
+from hf_fsdp_tools.foresight.forecast import _traces, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -43,6 +50,8 @@ from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.efficiency import NEWER_ATTENTION, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.planning.policy import WrapPolicy
+
+BLOCKS_ALONE = WrapPolicy(min_unit_params=math.inf, floor_params=0, group_tail=False)
 
 Recomputed = Fraction | Literal["selective-op"]
 """Share of the blocks that activation checkpointing computes again, or torchtitan's rule for operations."""
@@ -131,12 +140,41 @@ class Row:
 
     def estimate(self) -> MemoryEstimate:
         """The memory of the training, with the events of its step."""
-        forecast = step_of(model_config(self.entry["model"], self.setup.max_length), self.setup)
+        kept: list[torch.Tensor] = []  # logits, while the loop holds the model's outputs
+        forecast_of = partial(step_of, model_config(self.entry["model"], self.setup.max_length), self.setup)
+        if self.setup.loss == "full" and "keeps_outputs" in self.entry:
+            keeps, years = self.entry["keeps_outputs"] == "yes", re.findall(r"\b20\d\d\b", self.entry["source"])
+            loss = partial(loss_of_its_time, kept=kept if keeps else None, is_old=min(years) < "2025")
+            with patch.dict(LOSS_MAPPING, ForCausalLM=loss):
+                _traces.clear()  # they know no such loss
+                forecast = forecast_of()
+            _traces.clear()
+        else:
+            forecast = forecast_of()
         if self.recomputed not in (0, 1):
             trace = replace(forecast.trace, events=tuple(recomputed_events(forecast.trace.events, self.recomputed)))
             few = replace(forecast.setup, gradient_accumulation_steps=min(3, self.setup.gradient_accumulation_steps))
             forecast = replace(forecast, trace=trace, step=compose(trace, forecast.plan, few))
         return memory_of(forecast)
+
+
+def loss_of_its_time(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    *,
+    kept: list[torch.Tensor] | None,
+    is_old: bool,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' loss; before 2025 of logits in fp32, which it copied without the last token."""
+    logits = logits.float() if is_old else logits
+    if kept is not None:
+        kept.append(logits)
+    upcast = logits.float()
+    if not is_old:
+        return functional.cross_entropy(upcast.view(-1, vocab_size), labels.view(-1))
+    return functional.cross_entropy(upcast[..., :-1, :].reshape(-1, vocab_size), labels[..., 1:].reshape(-1))
 
 
 def read_rows(kind: Literal["throughput", "memory"]) -> list[Row]:
@@ -179,6 +217,7 @@ def _row(entry: dict[str, str]) -> Row:
             "lora_target_modules": "all-linear" if targets in ("", "all-linear") else tuple(targets.split()),
             "lora_dropout": float(entry["lora_dropout"]),
             "load_in_4bit": entry["four_bit"] == "yes",
+            "policy": BLOCKS_ALONE if entry["units"] == "blocks" else WrapPolicy(),
         }
     rate = float(entry["tokens_s_gpu"]) if entry["tokens_s_gpu"] else None
     if entry.get("tflops_gpu"):

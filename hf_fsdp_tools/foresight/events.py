@@ -1,8 +1,8 @@
 """The events of a training step on one rank, in the order in which the host issues them. A dry run of the model gives
 those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from typing import Any, Literal
@@ -93,7 +93,6 @@ class Gradient:
 
 
 Event = Alloc | Free | Work | Mark | Gradient
-_SIZES: dict[type, tuple[str, ...]] = {Alloc: ("num_bytes",), Work: ("flops", "num_bytes", "model_flops")}
 
 
 class EventWriter:
@@ -139,12 +138,12 @@ class TensorSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter(TensorSize):
-    """One parameter of the model, whole, in the dtype in which it is gathered, or kept whole on every rank."""
+    """One parameter of the model, whole, in the dtype in which it is gathered, or lies whole on every rank."""
 
     fqn: str  # Its first name
     other_names: tuple[str, ...] = ()  # Its other names, where it is tied
     requires_grad: bool  # Whether it is trained
-    is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
+    is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or the model is plain
     matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
     packed_values: int | None = None  # How many values the elements of a part of a quantised weight hold
 
@@ -167,25 +166,6 @@ class Trace:
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
 
-    def grown(self, other: "Trace", by: int, step: int) -> "Trace | None":
-        """The trace `by` rows beyond this one, where the other is `step`; None where more than sizes differ."""
-
-        def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
-            pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
-            return {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
-
-        if len(self.events) != len(other.events):
-            return None
-        events: list[Event] = []
-        for one, two in zip(self.events, other.events, strict=True):
-            if one != two:
-                names = _SIZES.get(type(one), ())
-                if type(one) is not type(two) or replace(two, **{name: getattr(one, name) for name in names}) != one:
-                    return None
-                one = replace(one, **moved(one, two, names))
-            events.append(one)
-        return replace(self, events=tuple(events), **moved(self, other, ("tokens", "model_flops")))
-
     @property
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
@@ -197,23 +177,14 @@ class Trace:
         return sum(each.numel if each.packed_values is None else each.packed_values for each in self.parameters)
 
 
-def states(
-    events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
-) -> Iterator[tuple[str, Mapping[str, int], Mapping[int, Alloc]]]:
-    """Yield, after each event in `kept`, the unit that computes, bytes by kind, memory in use by its number."""
-    chosen, unit = set(kept), ""
-    blocks = {alloc.block: alloc for alloc in resident}
-    now: dict[str, int] = {}
-    for alloc in blocks.values():
-        now[alloc.kind] = now.get(alloc.kind, 0) + alloc.num_bytes
-    for i, event in enumerate(events):
+def in_use(events: Sequence[Event], resident: Iterable[Alloc]) -> tuple[str, dict[int, Alloc]]:
+    """The unit that computes at the end of some events, and the memory in use then, by its number."""
+    unit, blocks = "", {alloc.block: alloc for alloc in resident}
+    for event in events:
         if isinstance(event, Alloc):
             blocks[event.block] = event
-            now[event.kind] = now.get(event.kind, 0) + event.num_bytes
-        elif isinstance(event, Free) and event.block in blocks:
-            block = blocks.pop(event.block)
-            now[block.kind] -= block.num_bytes
+        elif isinstance(event, Free):
+            blocks.pop(event.block, None)
         elif isinstance(event, Work) and event.stream == "compute":
             unit = event.unit
-        if i in chosen:
-            yield unit, now, blocks
+    return unit, blocks

@@ -17,7 +17,7 @@ from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.kernels import TOKENS, predicts_words
+from hf_fsdp_tools.foresight.tracing.kernels import predicts_words
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
@@ -73,10 +73,9 @@ class Forecast:
 
 
 _Key: TypeAlias = tuple[object, ...]
-_Begun: TypeAlias = tuple[nn.Module, WrapPlan, Any, int, dict[int, Trace]]
-"""A model, its plan, its kind of loss, the bytes of frozen models, and the traces by number of rows."""
+_Traced: TypeAlias = tuple[WrapPlan, Any, Trace]  # A plan, the kind of loss, and a micro-step
 _models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
-_traces: dict[_Key, _Begun] = {}
+_traces: dict[_Key, _Traced] = {}
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
@@ -88,40 +87,26 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
         return *sources, repr(sorted(model_kwargs.items())), repr(own)
 
-    def begun() -> _Begun:
+    def traced() -> _Traced:
         made = partial(build, name_or_model, setup, **model_kwargs)
         model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
         loss = setup.loss or ("chunked" if predicts_words(model) else "full")
-        kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
-        plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
-        held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
-        return model, plan, loss, sum(each.nbytes for some in held for each in some), {}
+        rows = setup.per_device_train_batch_size * setup.rows_per_example
+        trace = trace_model(model, plan, replace(setup, per_device_train_batch_size=rows, loss=loss))
+        if setup.frozen_models:
+            kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
+            plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
+            held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
+            frozen_bytes = sum(each.nbytes for some in held for each in some)
+            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
+            trace = replace(trace, frozen_bytes=frozen_bytes, notes=notes)
+        return plan, loss, trace
 
-    own = key(source, (*_NOT_TRACED, "per_device_train_batch_size", "rows_per_example"))
-    model, plan, loss, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
+    own = (setup.is_plain, *key(source, _NOT_TRACED))
+    plan, loss, trace = _kept(_traces, own, _MOST_TRACES, traced)
     setup = replace(setup, loss=loss)
-    trace = _trace_of(model, plan, setup, traces)
-    if setup.frozen_models:
-        notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
-        trace = replace(trace, frozen_bytes=frozen_bytes, notes=notes)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
-
-
-def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, traces: dict[int, Trace]) -> Trace:
-    """The trace of a micro-step. Where two of other numbers of rows are known, all sizes lie on the lines through
-    theirs: from two rows on, and from where a piece of logits does not grow."""
-    rows = setup.per_device_train_batch_size * setup.rows_per_example
-    if rows in traces:
-        return traces[rows]
-    least = max(2, -(-TOKENS * setup.cp_size // setup.max_length))
-    known = sorted(each for each in traces if each >= least)
-    if rows >= least and len(known) > 1:
-        few, more = known[0], known[-1]
-        if (grown := traces[few].grown(traces[more], rows - few, more - few)) is not None:
-            return grown
-    traces[rows] = trace_model(model, plan, replace(setup, per_device_train_batch_size=rows))
-    return traces[rows]
 
 
 def _content(source: Source) -> str:

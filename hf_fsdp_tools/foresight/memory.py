@@ -1,13 +1,14 @@
 """How much memory a training takes on each GPU, where its peak stands and what it is made of."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from hf_fsdp_tools.foresight.allocator import replay
-from hf_fsdp_tools.foresight.events import Alloc, Work, states
+from hf_fsdp_tools.foresight.events import Alloc, Work, in_use
 from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -77,7 +78,7 @@ class MemoryEstimate(Report):
     def largest(self, most: int = 10) -> list[tuple[int, int, str, str]]:
         """What takes most at the peak, the largest first: bytes, number of equal tensors, units, what makes them."""
         step = self.forecast.step
-        blocks = next(states(step.events, step.resident, [self.peak_event]))[2].values()
+        blocks = in_use(step.events[: self.peak_event + 1], step.resident)[1].values()
         alike = (
             (one.source or one.kind, re.sub(r"\d+", "#", one.unit), one.source and one.num_bytes) for one in blocks
         )
@@ -174,10 +175,12 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     outside = {name: num_bytes for name, num_bytes in outside.items() if num_bytes}
     allocated, reserved = _replayed(step, setup)
     at = max(range(len(allocated)), key=allocated.__getitem__)
-    unit, held, _ = next(states(step.events, step.resident, [at]))
+    unit, blocks = in_use(step.events[: at + 1], step.resident)
     coming = next((event.phase for event in step.events[at:] if isinstance(event, Work)), "optimizer")
-    kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
-    kinds["rounding"] = allocated[at] - sum(kinds.values())
+    kinds = Counter[str]({"cuBLAS workspace": _workspace(gpu)})
+    for alloc in blocks.values():
+        kinds[alloc.kind] += alloc.num_bytes
+    kinds["rounding"] = allocated[at] - kinds.total()
     is_many = setup.num_processes // setup.dp_replicate_size >= _MANY_SHARDS
     return MemoryEstimate(
         model_class=forecast.plan.model_class,

@@ -175,6 +175,16 @@ class TrainingSetup:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the model stays a plain one: without FSDP, and where one GPU holds all of it."""
+        return self.wrapping == "none" or (self.num_processes == 1 and not self.offload_params)
+
+    def dtype_in_memory(self, *, is_trained: bool) -> torch.dtype:
+        """The dtype in which a weight lies between its uses: that of the optimizer's updates, or of a frozen base."""
+        is_loaded_as_trained = self.freeze_vision_tower and self.lora_r is None  # LoRA's base is loaded in `precision`
+        return DTYPES[self.master_dtype if is_trained or is_loaded_as_trained else self.mixed_precision]
+
+    @property
     def gpus_per_copy(self) -> int:
         """GPUs that share one replica."""
         return 1 if self.wrapping == "none" else self.num_processes // self.dp_replicate_size

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight import forecast
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -141,27 +140,6 @@ def test_compiled_blocks_keep_less(fields, hidden_sizes):
     assert kept(False) - kept(True) == 2 * 32 * (68 + hidden_sizes * 48)
 
 
-def test_many_rows_have_the_events_of_few_with_each_size_grown(monkeypatch):
-    """Byte by byte, of experts and of a loss in pieces too; what differs in more than sizes is traced itself."""
-    for kind in ("llama", "experts"):
-        few = [traced(kind, per_device_train_batch_size=rows) for rows in (2, 4)]
-        assert few[0].grown(few[1], 5, 2) == traced(kind, per_device_train_batch_size=7)
-    assert traced("llama", per_device_train_batch_size=1).grown(few[0], 1, 1) is None
-    monkeypatch.setattr(forecast, "TOKENS", 1)
-    monkeypatch.setattr(forecast, "_traces", {})
-    asked = []
-    monkeypatch.setattr(
-        forecast,
-        "trace_model",
-        lambda *words: asked.append(words[2].per_device_train_batch_size) or trace_model(*words),
-    )
-    for rows in (1, 2, 4, 7):
-        grown = forecast.step_of(
-            CONFIGS["llama"](2), TrainingSetup(max_length=32, per_device_train_batch_size=rows)
-        ).trace
-    assert asked == [1, 2, 4] and grown == traced("llama", per_device_train_batch_size=7, loss="chunked")
-
-
 def test_blocks_that_differ_are_all_run():
     setup = TrainingSetup(max_length=32)
     model, plan = build(CONFIGS["llama"](6), setup)
@@ -235,15 +213,13 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch(kinds)
         freed = Counter(event.block for event in trace.events if isinstance(event, Free))
         assert set(freed.values()) == {1} and set(freed) < set(taken)
         left = [taken[block] for block in taken if block not in freed]
-        assert {each.kind for each in left} <= {"whole gradients", "inputs"}, (kind, left)
+        assert {each.kind for each in left} <= {"gradients", "inputs"}, (kind, left)
         blocks = {event.parameter: event.block for event in trace.events if isinstance(event, Gradient)}
         trained = {each.fqn: each for each in trace.parameters if each.requires_grad}
         assert set(blocks) == set(trained), kind
         for name, block in blocks.items():
-            # A class token's gradient is a part of that of the sequence, in whose memory it stays.
-            is_part = name.endswith("cls_token")
-            assert taken[block].num_bytes == trained[name].num_bytes * (5 if is_part else 1), name
-            assert taken[block].kind == "whole gradients"
+            assert taken[block].num_bytes == trained[name].num_bytes, name
+            assert taken[block].kind == "gradients"
 
 
 # ---- kinds of training ----

@@ -57,9 +57,8 @@ def _shard(parameter: Parameter, setup: TrainingSetup, unit: WrapUnit) -> Shard:
     is_dispatched = setup.ep_size > 1 and unit.reason == SHARED_EXPERTS
     ranks = setup.expert_shard_size if is_dispatched else setup.dp_shard_size
     dtype, shape = parameter.dtype, parameter.shape
-    is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
-    if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
-        dtype = DTYPES[setup.master_dtype]
+    if dtype.is_floating_point:
+        dtype = setup.dtype_in_memory(is_trained=parameter.requires_grad)
     dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
     own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
     axis: Axis = "expert_shard" if is_dispatched else "shard"
@@ -104,7 +103,7 @@ class Fsdp2Schedule:
     ) -> None:
         self.writer, self._setup, self._dtype = writer, setup, DTYPES[setup.reduce_dtype]
         self._units = []
-        for unit, shards in split_parameters(parameters, plan, setup) if setup.wrapping != "none" else ():
+        for unit, shards in split_parameters(parameters, plan, setup) if not setup.is_plain else ():
             # FSDP2 keeps the root where the plan does not say
             is_freed = unit.modules[0] != "" if unit.reshard_after_forward is None else unit.reshard_after_forward
             self._units.append(_Unit(unit, shards, not (setup.reshard_after_forward and is_freed)))

@@ -11,7 +11,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
-from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
+from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.checks import check_kind
 
@@ -48,7 +48,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
     updated: list[Shard | Parameter] = [shard for shard in shards if shard.parameter.fqn in reached]
-    updated += [replicated.kept(each) for each in whole if each.fqn in reached]
+    updated += [each for each in whole if each.fqn in reached]
     on_host = setup.offload_params and bool(shards)  # where the CPU computes, from and to its own memory
     update = EventWriter() if on_host else writer
     state_bytes, state = optimizer_step(update, updated, setup), list[Alloc]()
@@ -65,7 +65,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     replicated.end_step()
     frozen_bytes = -(-trace.frozen_bytes // setup.gpus_per_copy)
     sizes = [] if setup.offload_params else [*(shard.num_bytes for shard in shards), frozen_bytes]
-    sizes += [*(replicated.kept(each).num_bytes for each in whole), trace.buffer_bytes]
+    sizes += [*(each.num_bytes for each in whole), trace.buffer_bytes]
     parameters = [writer.alloc(num_bytes, "parameters") for num_bytes in sizes if num_bytes]
     parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in replicated.resident]
     copies = sum(shard.num_bytes * (1 + shard.parameter.requires_grad) for shard in shards)
@@ -91,7 +91,6 @@ def _write_micro_steps(trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedu
     for left_over in reversed(range(setup.gradient_accumulation_steps)):
         renamed = {block: next(writer.numbers) for block in taken.values()} if left_over else {}
         schedule.reduces = replicated.reduces = not left_over or setup.sync_each_batch
-        replicated.begin_forward()
         for at, event in enumerate(events[:end]):
             if isinstance(event, Gradient):
                 writer.phase = "backward"
@@ -117,58 +116,37 @@ _BUCKET = 25 * 2**20  # Bytes that DDP reduces at once (`bucket_cap_mb=25` of `D
 
 
 class _WholeGradients:
-    """Gradients of parameters that every rank holds whole: next to shards they are averaged after each backward pass,
-    without FSDP as by DDP with `gradient_as_bucket_view`, whose buckets are there from the beginning; it has a copy in
-    the dtype of computation from the forward pass until the gradient is there."""
+    """Gradients of parameters that every rank holds whole: beside shards they are averaged after each backward pass,
+    without FSDP as by DDP with `gradient_as_bucket_view`, whose buckets are there from the beginning."""
 
     def __init__(self, writer: EventWriter, parameters: list[Parameter], setup: TrainingSetup) -> None:
         self._writer, self._setup = writer, setup
         self._is_ddp = setup.wrapping == "none"
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self.reduces = True  # False inside of DDP's `no_sync`
-        self.resident = []  # Bytes of DDP's buckets
-        if self._is_ddp and setup.num_processes > 1:
-            self.resident = [self.kept(each).num_bytes for each in reversed(parameters) if each.requires_grad]
+        has_buckets = self._is_ddp and setup.num_processes > 1
+        self.resident = [each.num_bytes for each in reversed(parameters) if has_buckets and each.requires_grad]
         self._gradients: dict[str, int] = {}
-        self._copies: dict[str, int] = {}
         self._unsent = 0  # Bytes of gradients that are not reduced yet
-
-    def kept(self, parameter: Parameter) -> Parameter:
-        """A parameter as it lies in memory: without FSDP in the dtype that the optimizer updates."""
-        is_master = self._is_ddp and parameter.requires_grad and parameter.dtype.is_floating_point
-        return replace(parameter, dtype=DTYPES[self._setup.master_dtype]) if is_master else parameter
-
-    def begin_forward(self) -> None:
-        for name, parameter in self._parameters.items():
-            if (kept := self.kept(parameter)).dtype != parameter.dtype:
-                self._copies[name] = self._writer.take(parameter.num_bytes, "gathered parameters")
-                self._writer.work("memory", kept.num_bytes + parameter.num_bytes)
 
     def gradient(self, name: str, block: int) -> None:
         """The gradient of this micro-step is complete: it is kept, or added to what is there."""
-        writer, num_bytes, copy = self._writer, self.kept(self._parameters[name]).num_bytes, self._copies.pop(name, 0)
-        writer.free(*[copy] * (copy > 0))
+        writer, num_bytes = self._writer, self._parameters[name].num_bytes
         if name in self._gradients or self.resident:
             writer.work("memory", (2 if self.resident else 3) * num_bytes)
-            writer.free(block)
-        elif copy:
-            self._gradients[name] = writer.take(num_bytes, "gradients")
-            writer.work("memory", 2 * num_bytes)
             writer.free(block)
         else:
             self._gradients[name] = block
         self._unsent += num_bytes
 
     def end_backward(self) -> None:
-        """Gradients are summed over ranks, by DDP in buckets; copies of parameters without a gradient are freed."""
+        """Gradients are summed over ranks, by DDP in buckets."""
         more: dict[str, Any] = {"stream": "all_reduce" if self._is_ddp else "compute"}
         ranks, most = self._setup.num_processes, _BUCKET if self._is_ddp else self._unsent
         for sent in range(0, self._unsent, most) if ranks > 1 and self.reduces and self._unsent else ():
             num_bytes = min(most, self._unsent - sent)
             self._writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks, axis="all", **more)
         self._unsent = 0
-        self._writer.free(*self._copies.values())
-        self._copies.clear()
 
     def end_step(self) -> None:
         """Gradients are set to None."""

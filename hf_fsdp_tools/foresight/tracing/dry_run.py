@@ -2,7 +2,7 @@
 imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
@@ -32,7 +33,7 @@ from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
-from hf_fsdp_tools.sharding.phases import install
+from hf_fsdp_tools.sharding.phases import Hook, Phase, install
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
@@ -101,6 +102,7 @@ def _dry_run(
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
         sizes = {"rows": setup.cp_size, "layers": setup.tp_size, "experts": setup.ep_size}
         recorder = Recorder(units, on_cuda=device == "cuda", compiled=setup.compile, sizes=sizes)
+        recorder.of_gradients = "gradients" if setup.is_plain else "whole gradients"
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         with ExitStack() as stack:
@@ -139,15 +141,17 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
         values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
     matrices = sizes_of_matrices(model)
     for parameter, (name, *other_names) in names.items():
-        is_whole = name in plan.replicated
-        is_kept = not parameter.is_floating_point()
+        dtype = parameter.dtype
+        if dtype.is_floating_point:
+            dtype = DTYPES[setup.master_dtype if name in plan.replicated else setup.mixed_precision]
+            dtype = setup.dtype_in_memory(is_trained=parameter.requires_grad) if setup.is_plain else dtype
         yield Parameter(
             fqn=name,
             other_names=tuple(other_names),
             shape=tuple(parameter.shape),
-            dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.mixed_precision],
+            dtype=dtype,
             requires_grad=parameter.requires_grad,
-            is_whole=is_whole or setup.wrapping == "none",
+            is_whole=setup.is_plain or name in plan.replicated,
             matrices=matrices.get(name),
             packed_values=values.get(name),
         )
@@ -175,9 +179,11 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     for name in dict.fromkeys([*(name for unit in plan.units for name in unit.modules), *blocks]):
         _mark(modules[name], name, recorder, is_grouped=name in grouped_names)
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
-    units = {modules[name] for unit in plan.units for name in unit.modules}
+    units = {modules[name]: None for name in sorted(name for unit in plan.units for name in unit.modules)}
     hooks: list[Any] = []
     if setup.mixed_precision != "fp32":
+        if setup.is_plain:
+            hooks += casts_of_weights(model, units, setup)
         hooks += hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=whole)
     hooks += hooks_of_experts(ModuleTree(model))
     if setup.loss == "chunked":
@@ -196,6 +202,52 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: TrainingSetup) -> Iterator[Hook]:
+    """Yield the hooks that cast the weights of a plain model: those of a block when it runs, others when the module
+    that has them does, and a head's in the model, since a chunked loss reads it without a call. A block that recomputes
+    casts in what it recomputes. Without FSDP, the cache of autocast keeps all until the forward pass ends."""
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    caster: dict[nn.Module, nn.Module] = {}
+    for unit in (*blocks, *units):  # an outer one before those inside it
+        for module in unit.modules() if unit is not model and any(unit.children()) else ():
+            caster.setdefault(module, unit)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = set(head.parameters()) if isinstance(head, nn.Module) else set()
+    places = grouped(
+        (model if at_once or weight in tied else caster.get(module, module), (module, name))
+        for at_once in ([True] * (setup.wrapping == "none") + [False])
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_floating_point()
+    )
+    block: Any
+    for block, own in places.items():
+        cast = partial(_cast, own, DTYPES[setup.mixed_precision])
+        if block in blocks:
+            block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
+        else:
+            yield Hook(block, Phase.CONTEXT, cast)
+
+
+def _run_inside(cast: Callable[[], Any], run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint a forward pass with the casts inside it."""
+    return run(cast()(forward), *args)
+
+
+@contextmanager
+def _cast(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> Iterator[None]:
+    """A block in which copies of a dtype stand in the places of weights that have another."""
+    weights: dict[tuple[nn.Module, str], Any] = {(module, name): module._parameters[name] for module, name in places}
+    copies = {weight: weight.to(dtype) for weight in dict.fromkeys(weights.values()) if weight.dtype != dtype}
+    for (module, name), weight in weights.items():
+        module._parameters[name] = copies.get(weight, weight)
+    try:
+        yield
+    finally:
+        for (module, name), weight in weights.items():
+            module._parameters[name] = weight
 
 
 def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:

@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
+        self.of_gradients: Kind = "whole gradients"
         self.times = 1.0  # How often what runs now is run
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
@@ -108,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         gradient = parameter.grad
         assert gradient is not None
         block = self._blocks[gradient.untyped_storage()._cdata]
-        self._change(block, kind="whole gradients")
+        self._change(block, kind=self.of_gradients)
         self.events.append(Gradient(name, self._alloc(block).block))
         self._kept.append(gradient)
         parameter.grad = None
@@ -144,7 +145,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             func = torch.ops.aten.add_.Tensor if args[0].shape == getattr(args[1], "shape", ()) else func
         result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
         made = tensors_in(result)
-        new = [tensor for tensor in made if self.take(tensor)]
+        # the copy of a trained weight in the dtype of computation
+        is_cast = func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
+        new = [tensor for tensor in made if self.take(tensor, "gathered parameters" if is_cast else None)]
         if self._compiled and self.modules and _IN_BLOCK.search(self.modules[-1]):
             self._fuse(func.overloadpacket.__name__, args, made)
         is_view = not new and not func._schema.is_mutable
@@ -162,7 +165,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         makers = {"_to_copy": ("_to_copy",), "mul": ("silu", "gelu")}.get(name, ())
         for tensor in made if name == "_to_copy" else tensors_in(inputs) if makers else ():
             block = self._blocks.get(tensor.untyped_storage()._cdata)
-            if block is None or self._alloc(block).source.rpartition("aten.")[2].partition(".")[0] not in makers:
+            if block is None or self._alloc(block).kind == "gathered parameters":
+                continue
+            if self._alloc(block).source.rpartition("aten.")[2].partition(".")[0] not in makers:
                 continue
             narrow = inputs[0].nbytes if name == "_to_copy" and tensor.nbytes > inputs[0].nbytes else 0
             self._change(block, num_bytes=narrow)
