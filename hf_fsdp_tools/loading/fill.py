@@ -27,6 +27,7 @@ from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, deq
 from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.sharding.allocate import allocate
 
 
@@ -221,7 +222,8 @@ def read_converted(
     whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
     places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
     stats = read_into(places, index, reader, staging_bytes=staging_bytes)
-    return convert_group(model, group, whole), stats
+    with original_classes(model):
+        return convert_group(model, group, whole), stats
 
 
 def check_values(match: Match, *, staging_bytes: int) -> TransferStats:

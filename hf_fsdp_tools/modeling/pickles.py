@@ -102,6 +102,7 @@ def refuse_pointer(file: Path, beginning: bytes) -> None:
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip record: lengths of its name and extra field, after which the data begins."""
 
+
 class Pickled(NamedTuple):
     """The content of an archive of `torch.save`."""
 

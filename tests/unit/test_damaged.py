@@ -23,7 +23,8 @@ from hf_fsdp_tools.integrations import resume
 from hf_fsdp_tools.integrations.config import LaunchConfig
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling import packed_forms, patterns
+from hf_fsdp_tools.loading.quantized import by_config
+from hf_fsdp_tools.modeling import patterns
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.patterns import matched
 from hf_fsdp_tools.pretrained import open_checkpoint
@@ -211,7 +212,7 @@ def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) 
     assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
     said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
     with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=said) as caught:
-        packed_forms._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
+        by_config._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
 
 

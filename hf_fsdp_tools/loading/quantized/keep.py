@@ -31,6 +31,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.configs import stored_quantization
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters, plain_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
 from hf_fsdp_tools.text import listed
@@ -99,7 +100,8 @@ def kept_parameters(
             continue
         group, scales = load_map.groups[key], members[0].scales
         if group.target not in traced:
-            traced[group.target] = {name: _traced(model, group, members, name) for name in ("packed", *scales)}
+            with original_classes(model):
+                traced[group.target] = {name: _traced(model, group, members, name) for name in ("packed", *scales)}
         bytes_of = {part_name(key, name): parts[key] for name, parts in traced[group.target].items() if key in parts}
         form = _form(members[0], tensor)
         if bytes_of.keys() == form.parts(key).keys() and _fits(form, list(bytes_of.values()), members):

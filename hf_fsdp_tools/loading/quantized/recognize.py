@@ -19,7 +19,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _FINE_GRAINED, _MXFP4, _COMPRESSED = ("fp8", "mxfp8"), ("mxfp4",), ("compressed-tensors",)
-_OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
+OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
     "awq": {"gemm": {4: "awq int4"}},
     "gptq": {"gptq": {4: "gptq int4", 8: "gptq int8"}, "gptq_v2": {4: "packed int4", 8: "packed int8"}},
 }
@@ -83,7 +83,7 @@ def with_floats(
     """
     _refuse_transforms(index, quantization or {})
     method = method_of(quantization)
-    if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *_OF_LINEAR):
+    if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *OF_LINEAR):
         return index, None
     finder = _Finder(index.tensors, method, quantization or {})
     tensors_by_key = {tensor.key: tensor for tensor in finder.quantized}
@@ -171,7 +171,7 @@ class _Finder:
 
     def _left_over(self) -> Iterator[str]:
         """Yield scales that belong to no values."""
-        of_linear = (".scales", ".qzeros") if self._method in _OF_LINEAR else ()
+        of_linear = (".scales", ".qzeros") if self._method in OF_LINEAR else ()
         for key, tensor in self._tensors.items():
             if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales", *of_linear)):
                 continue
@@ -194,7 +194,7 @@ class _Finder:
         if name == "weight_packed" and self._method in _COMPRESSED:
             make = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
             return None if make is None else make(values, f"{module}.weight")
-        if name == "qweight" and self._method in _OF_LINEAR and values.dtype == torch.int32:
+        if name == "qweight" and self._method in OF_LINEAR and values.dtype == torch.int32:
             return self._of_linear(values, module)
         if values.dtype not in (*_FP8, torch.int8):
             return None
@@ -271,9 +271,9 @@ class _Finder:
         config, is_awq = self._config, self._method == "awq"
         named = (str(config[name]).lower() for name in ("checkpoint_format", "version", "format") if config.get(name))
         kind = "llm-awq" if config.get("backend") == "llm-awq" else next(named, "gemm" if is_awq else "gptq")
-        rules = _OF_LINEAR[str(self._method)].get(kind)
+        rules = OF_LINEAR[str(self._method)].get(kind)
         if rules is None:
-            known = " or ".join(_OF_LINEAR[str(self._method)])
+            known = " or ".join(OF_LINEAR[str(self._method)])
             raise _DoesNotFit(f"the config's format is {quoted(kind)}, expected {known}; {_DO_ONCE}")
         scales, zeros = self._beside(module, "scales", _SCALES), self._beside(module, "qzeros", (torch.int32,))
         groups = self._beside(module, "g_idx", (torch.int32,)) if f"{module}.g_idx" in self._tensors else None
