@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, PackedWeight, linear
+from hf_fsdp_tools.modeling.packed_weight import Factors, Look, PackedForm, PackedWeight, product
 from hf_fsdp_tools.text import dtype_name
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
@@ -116,24 +116,32 @@ def _seen_as_floats(cls: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
-    form = note_of(module).packed[name]
-    parts = [getattr(module, part) for part in form.parts(name)]
-    return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
+    return PackedWeight(*_held(module, name))
+
+
+def _held(
+    module: nn.Module, name: str, dtype: torch.dtype | None = None, *, is_flipped: bool = False
+) -> tuple[Look, list[torch.Tensor]]:
+    """What a module holds in the place of a parameter; `dtype`: of its floats, where it is not that of computation."""
+    note, form = note_of(module), note_of(module).packed[name]
+    added = note.deltas.get(name, ())
+    look = Look(
+        form=form,
+        dtype=dtype or note.compute_dtype or form.dtype,
+        is_flipped=is_flipped,
+        scalings=tuple(scaling for *_, scaling in added),
+    )
+    factors = [each for lhs, rhs, _ in added for each in (lhs, rhs)]
+    return look, [*factors, *(getattr(module, part) for part in form.parts(name))]
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
-    is_conv = isinstance(module, Conv1D)  # whose weight is (in, out)
-    if note_of(module).deltas:
-        return nn.functional.linear(hidden, module.weight.t() if is_conv else module.weight, module.bias)
-    form = note_of(module).packed["weight"]
-    parts = [getattr(module, part) for part in form.parts("weight")]
-    bias, dtype = module.bias, note_of(module).compute_dtype or form.dtype
-    if form.compute_dtype is None:
-        return linear(hidden, form, parts, dtype, bias, is_flipped=is_conv)
-    given, dtype = hidden.dtype, form.compute_dtype
-    bias = None if bias is None else bias.to(dtype)
-    return linear(hidden.to(dtype), form, parts, dtype, bias, is_flipped=is_conv).to(given)
+    dtype, bias = note_of(module).packed["weight"].compute_dtype, module.bias
+    look, tensors = _held(module, "weight", dtype, is_flipped=isinstance(module, Conv1D))  # whose weight is (in, out)
+    if dtype is None:
+        return product(hidden, look, tensors, bias)
+    return product(hidden.to(dtype), look, tensors, None if bias is None else bias.to(dtype)).to(hidden.dtype)
 
 
 @contextmanager
