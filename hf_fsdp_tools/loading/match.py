@@ -18,7 +18,6 @@ from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, sc
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parts, plain_parameters
 from hf_fsdp_tools.text import dtype_name, grouped, listed_lines, quoted
 
@@ -134,8 +133,8 @@ class Match:
     """The model's persistent tensors by key, before they have storage."""
     load_map: LoadMap
     """Where each tensor of the model comes from, by transformers' conversions."""
-    weights_4bit: Weights4Bit | None
-    """What fills 4-bit weights of bitsandbytes beside; None without any."""
+    weights_4bit: Weights4Bit
+    """What fills 4-bit weights of bitsandbytes beside."""
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]
@@ -180,21 +179,20 @@ def match_checkpoint(
     load_map = map_loading(model, wanted, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
     is_known = dequantized is not None
+    of_4bit = Weights4Bit()
     if is_packed:
         index, load_map = with_bytes(model, index, load_map)
         used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
         dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
-    of_4bit = None
-    if is_packed and weights_4bit(model):
         index, load_map, of_4bit = match_4bit(model, state, load_map, index)
-    refuse_quantized(state, load_map, index, method_of(quantization), is_known=is_known or of_4bit is not None)
+    refuse_quantized(state, load_map, index, method_of(quantization), is_known=is_known or bool(of_4bit.forms))
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    wanted = {key: tensor for key, tensor in state.items() if of_4bit is None or key not in of_4bit.filled}
+    wanted = {key: tensor for key, tensor in state.items() if key not in of_4bit.filled}
     loaded, tied_pairs, absent = _first_names(wanted, {key: stored[key] for key in stored.keys() - wrong})
     missing = {key for tied in absent for key in tied} - wrong
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))

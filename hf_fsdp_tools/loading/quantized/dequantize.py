@@ -6,7 +6,7 @@ are, bit for bit, what transformers makes of the whole weight.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 
-P = TypeVar("P")
 T = TypeVar("T")
 
 WORK_BYTES = 32
@@ -47,18 +46,13 @@ class Bounds(NamedTuple):
         return cls(staging_bytes // 8, staging_bytes // 16, staging_bytes // (4 * WORK_BYTES))
 
 
-def batches(
-    items: Iterable[T],
-    num_bytes: int,
-    size_of: Callable[[T], int],
-    kind_of: Callable[[T], object] = lambda item: None,
-) -> Iterator[list[T]]:
-    """Yield neighbours of one kind that together take at most `num_bytes`, or single items."""
+def batches(items: Iterable[T], num_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield neighbours that together take at most `num_bytes`, or single items."""
     group: list[T] = []
     held = 0
     for item in items:
         size = size_of(item)
-        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
+        if group and held + size > num_bytes:
             yield group
             group, held = [], 0
         group.append(item)
@@ -67,30 +61,37 @@ def batches(
         yield group
 
 
-def work_in_windows(
-    windows: Iterable[Sequence[T]],
-    reader: Reader,
-    *,
-    begin: Callable[[Sequence[T]], tuple[list[P], list[Transfer]]],
-    work: Callable[[P], object],
-) -> TransferStats:
-    """Read windows one after the other, and work on each while the next one is read; what reading cost."""
+class Work(Protocol):
+    """Values that are read, and then worked on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory for them."""
+
+    def begin(self) -> Iterable[Transfer]:
+        """Make memory for them; give the transfers that fill it."""
+
+    def finish(self) -> None:
+        """Work on what was read."""
+
+
+def work_in_windows(works: Iterable[Work], reader: Reader, window_bytes: int) -> TransferStats:
+    """Read so many bytes after the other, and work on each while the next ones are read; what reading cost."""
     stats = TransferStats()
-    arrived: list[P] = []
+    arrived: list[Work] = []
 
-    def work_on_arrived() -> None:
-        while arrived:  # each part is forgotten, and its memory freed, when it is done
-            work(arrived.pop(0))
+    def finish_arrived() -> None:
+        while arrived:  # each is forgotten, and its memory freed, when it is done
+            arrived.pop(0).finish()
 
-    for window in windows:
-        parts, transfers = begin(window)
-        wait = reader.begin(transfers)
+    for window in batches(works, window_bytes, lambda work: work.num_bytes):
+        wait = reader.begin([transfer for work in window for transfer in work.begin()])
         try:
-            work_on_arrived()
+            finish_arrived()
         finally:
             stats += wait()
-        arrived = parts
-    work_on_arrived()
+        arrived = window
+    finish_arrived()
     return stats
 
 
@@ -100,12 +101,7 @@ def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes:
         return TransferStats()
     bounds = Bounds.of(parts[0].memory.device, staging_bytes)
     slabs = (_Slab(cut) for part in parts if part.memory.numel() for cut in _cut(part, bounds.part_values))
-    return work_in_windows(
-        batches(slabs, bounds.window_bytes, lambda slab: slab.num_bytes),
-        reader,
-        begin=lambda window: (list(window), [transfer for slab in window for transfer in slab.begin()]),
-        work=lambda slab: slab.finish(),
-    )
+    return work_in_windows(slabs, reader, bounds.window_bytes)
 
 
 def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
