@@ -1,8 +1,7 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import nn
@@ -86,35 +85,21 @@ def _packed_tensors(
     state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored]
 ) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = ((key, t) for key, t in state.items() if isinstance(t, nn.Parameter))
-    floats = sorted(key for key, parameter in parameters if parameter.is_floating_point())
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     modules: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
-    for key in floats:
+    for key in sorted(key for key, t in state.items() if isinstance(t, nn.Parameter) and t.is_floating_point()):
         sources = sorted(load_map.tensors[key].sources) if key in load_map.tensors else []
         made_of = [of_source[source] for source in sources]
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
             modules[key.rpartition(".")[0]] = key
-    by_suffix = {suffix: key for name, key in reversed(modules.items()) for suffix in _suffixes(name)}
-    used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
-    for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
-        # The same module, or one whose name differs in the prefix of a base model only.
-        module = t.key.rpartition(".")[0]
-        same = chain([by_suffix.get(module)], map(modules.get, _suffixes(module)))
-        target = next(filter(None, same), None) if module else None
-        is_packed = target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
-        if target is not None and is_packed:
-            packed.append((t, target))
+    for key, names in load_map.unexpected_keys.items():
+        target = modules.get(key.rpartition(".")[0])
+        for t in (stored[name] for name in names if target is not None and stored[name].shape):
+            if target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point:
+                packed.append((t, str(target)))
     return packed
-
-
-def _suffixes(name: str) -> Iterator[str]:
-    """Yield a dotted name, and what is left of it without its first part, its first two parts, …"""
-    while name:
-        yield name
-        name = name.partition(".")[2]
 
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
