@@ -288,8 +288,9 @@ def cut_whole(values: dict[str, Any], shards: Iterable[tuple[str, Any]], *, view
     """Put this rank's part, in new memory or as a view, in the place of each whole value that is for a shard."""
     for name, shard in shards:
         value = values.get(name)
-        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if isinstance(shard, DTensor) and is_whole and value.shape == shard.shape:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if isinstance(shard, DTensor) and value.shape == shard.shape:
             whole = value.detach()
             values[name] = as_dtensor(part_of(whole, shard), shard) if views else cut(whole, shard)
 
