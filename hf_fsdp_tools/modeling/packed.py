@@ -26,20 +26,17 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
 
 
-def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tuple[int, ...]]]]) -> None:
-    """Put parameters of bytes on meta in the place of parameters of a plain model, in place.
-
-    `forms` has, by the fqn of the parameter, its form and the shapes of its parts by their fqns (`parts`).
-    """
+def pack(model: nn.Module, forms: Mapping[str, PackedForm]) -> None:
+    """Put parameters of bytes on meta in the place of parameters of a plain model, by their fqns, in place."""
     below: dict[str, dict[str, PackedForm]] = {}
-    for fqn, (form, shapes) in forms.items():
+    for fqn, form in forms.items():
         owner, _, name = fqn.rpartition(".")
         below.setdefault(owner, {})[name] = form
         module = model.get_submodule(owner)
         del module._parameters[name]
-        for key, part in form.parts(fqn).items():
-            empty = torch.empty(shapes[key], dtype=torch.uint8, device="meta")
-            own = key.rpartition(".")[2]
+        shapes = form.shapes(name)
+        for own, part in form.parts(name).items():
+            empty = torch.empty(shapes[own], dtype=torch.uint8, device="meta")
             if part.is_whole:
                 module.register_buffer(own, empty)
             else:
@@ -48,13 +45,6 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
         module = model.get_submodule(owner)
         add_to_note(module, packed=named)
         module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
-
-
-def pack_alike(model: nn.Module, packed: nn.Module) -> None:
-    """Put parameters of bytes on meta where another model of the same structure has them, in place."""
-    sizes = {name: tuple(each.shape) for name, each in (*packed.named_parameters(), *packed.named_buffers())}
-    own = packed_parameters(model)  # 4-bit weights follow from the config
-    pack(model, {fqn: (form, sizes) for fqn, form in packed_parameters(packed).items() if fqn not in own})
 
 
 def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:

@@ -32,9 +32,12 @@ class PackedPart:
     ndim: int
     """Number of dimensions of the stored tensor."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of the values that share one element."""
+    """Rows and columns of the values that share one element; the last blocks of either direction may be short."""
     bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`), as GPTQ's values do."""
+    """Bits of each value where an element packs one for each row of its block, lowest bits first and offset by half
+    their range, as GPTQ's values do; 0 elsewhere."""
+    elements: int = 1
+    """Elements of a block, which have a dimension of their own where `ndim` says so."""
     is_column: bool = False
     """Whether it is stored as one column."""
     is_whole: bool = False
@@ -50,7 +53,7 @@ class PackedPart:
         if self.is_column:
             return self.dtype, (math.prod(full), 1)
         if self.ndim > len(full):  # blocks of bytes
-            full = [*full[:-1], full[-1] // self.block[1], self.block[1]]
+            full = [*full[:-1], full[-1] // self.elements, self.elements]
         while len(full) > self.ndim:
             assert 1 in (full[-1], full[0]), (shape, self)
             full.pop(-1 if full[-1] == 1 else 0)
@@ -86,6 +89,19 @@ class PackedForm:
     def columns(self) -> int:
         """Values in a row."""
         return self.shape[-2 if self.is_transposed else -1]
+
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the packed matrix, of whose blocks the parts hold elements."""
+        count = self.rows * self.columns
+        return (count // self.flat_block, self.flat_block) if self.flat_block else (self.rows, self.columns)
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the bytes by the names of `parts`."""
+        found = {}
+        for key, part in self.parts(name).items():
+            down, across = (-(-n // size) for n, size in zip(self.matrix(), part.block, strict=True))
+            found[key] = (*self.shape[:-2], down, across * part.elements * part.dtype.itemsize)
+        return found
 
     def parts(self, name: str) -> dict[str, PackedPart]:
         """Values and scales by the names of the parameters of bytes, for the plain parameter's name."""

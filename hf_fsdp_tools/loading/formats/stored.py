@@ -135,13 +135,12 @@ class QuantizedTensor:
     @property
     def packed(self) -> int:
         """Values in one stored element: of a row, or of a column where the form's values have `bits`."""
-        return math.prod(self.shape) // math.prod(self.values.shape)
+        return math.prod(self.form.values.block) // self.form.values.elements
 
     def elements(self, name: str) -> int:
         """Elements in a row of the values ("packed") or of one kind of scales."""
-        if name != "packed":
-            return -(-self.form.columns // self.form.scales[name].block[1])
-        return self.form.columns if self.form.values.bits else self.form.columns // self.packed
+        part = self.form.values if name == "packed" else self.form.scales[name]
+        return -(-self.form.columns // part.block[1]) * part.elements
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:

@@ -81,8 +81,7 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
             f"({dequantized.method}): they are tied, tables, or joined by a conversion that cuts blocks. Leave "
             "dequantize out."
         )
-    shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
-    pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
+    pack(model, {key: each.form for key, each in kept.items()})
     check_experts(model)
     model.requires_grad_(False)
 
@@ -163,21 +162,13 @@ def _as_bytes(tensor: QuantizedTensor, name: str) -> StoredTensor:
 
 
 def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[QuantizedTensor]) -> bool:
-    """Whether the bytes have the form's rows, columns and blocks, and no conversion has cut through a block."""
-    rows, columns, outer = form.rows, form.columns, form.shape[:-2]
-    first = members[0]
-    shapes = [
-        (*outer, -(-rows // form.values.block[0]), _as_bytes(first, "packed").shape[-1] * columns // first.form.columns)
-    ]
-    for part in form.scales.values():
-        high, wide = part.block
-        blocks = -(-rows // high), -(-columns // wide)
-        shapes.append((*outer, blocks[0], blocks[1] * part.dtype.itemsize))
-        for each in members:
-            own_rows, across = each.form.rows, each.form.columns
+    """Whether the bytes have the form's shapes, and no conversion has cut through a block."""
+    rows, columns = form.matrix()
+    for high, wide in (part.block for part in form.scales.values()):
+        for own_rows, across in (each.form.matrix() for each in members):
             if (own_rows % high and own_rows != rows) or (across % wide and across != columns):
                 return False
-    if any(part.pieces is None or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
+    if any(part.pieces is None or part.shape != own for part, own in zip(parts, form.shapes("").values(), strict=True)):
         return False
     blocks_of = {part.block for part in form.scales.values()}
     down = form.values.block[0]

@@ -220,7 +220,8 @@ class _Finder:
         counts = [[-(-n // size) for n, size in zip(shape[-2:], each, strict=True)] for each in (own, block) if each]
         if counts[0] == counts[-1] and any(n > 1 and a != b for n, a, b in zip(counts[0], own, block, strict=False)):
             self.other_blocks.append(values.key)
-        return quantized_tensor(values.key, "scaled in fp32", shape, values, {"scale": Beside(scales, own)})
+        beside = {"scale": Beside(scales, own)}
+        return quantized_tensor(values.key, "scaled in fp32", shape, values, beside, packed=packed)
 
     def _compressed(
         self, values: StoredTensor, scales: StoredTensor, zero_points: StoredTensor | None
@@ -261,7 +262,7 @@ class _Finder:
                     f"{list(scales.shape)}; expected one word for each {packed} rows of them"
                 )
             beside["zero point"] = Beside(zero_points, (packed, wide), bits)
-        return quantized_tensor(key, f"packed int{bits}", shape, values, beside)
+        return quantized_tensor(key, f"packed int{bits}", shape, values, beside, packed=packed)
 
     def _of_linear(self, values: StoredTensor, module: str) -> QuantizedTensor:
         """Integers of GPTQ or AWQ: a weight as [in, out], with scales and zero points for groups along `in`.
@@ -297,8 +298,17 @@ class _Finder:
         if config.get("desc_act") and not is_awq and high < rows:
             raise _DoesNotFit(f"the config's desc_act {BY_ACTIVATION}")
         beside = {"scale": Beside(scales, (high, 1)), "zero point": Beside(zeros, (high, packed))}
-        down, key, shape = 0 if is_awq else packed, f"{module}.weight", (columns, rows)
-        return quantized_tensor(key, rules[bits], shape, values, beside, is_transposed=True, down=down, groups=groups)
+        return quantized_tensor(
+            f"{module}.weight",
+            rules[bits],
+            (columns, rows),
+            values,
+            beside,
+            packed=packed,
+            is_down=not is_awq,
+            is_transposed=True,
+            groups=groups,
+        )
 
     def _beside(self, module: str, name: str, dtypes: Iterable[torch.dtype]) -> StoredTensor:
         """The tensor of that name beside others of the module."""
@@ -320,7 +330,7 @@ class _Finder:
             raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
         shape, stored = _shape(values, 2), {"scale": scales, "global scale": of_weight}
         beside = {name: Beside(each, _block_of(shape, each, (), 2)) for name, each in stored.items()}
-        return quantized_tensor(key, "nvfp4", shape, values, beside)
+        return quantized_tensor(key, "nvfp4", shape, values, beside, packed=2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
@@ -337,7 +347,7 @@ class _Finder:
         experts, rows, blocks, size = values.shape
         key, shape = values.key.removesuffix("_blocks"), (experts, 2 * blocks * size, rows)
         beside = {"scale": Beside(scales, (1, 2 * size))}
-        return quantized_tensor(key, "mxfp4", shape, values, beside, is_transposed=True, of_block=size)
+        return quantized_tensor(key, "mxfp4", shape, values, beside, packed=2, of_block=size, is_transposed=True)
 
 
 def _block_of(
@@ -403,24 +413,28 @@ def quantized_tensor(
     values: StoredTensor,
     beside: Mapping[str, Beside],
     *,
-    is_transposed: bool = False,
-    down: int = 0,
+    packed: int = 1,
+    is_down: bool = False,
     of_block: int = 1,
+    is_transposed: bool = False,
     groups: StoredTensor | None = None,
 ) -> QuantizedTensor:
-    """A quantised weight; `down`: how many values of a column an element packs, if any; `of_block`: elements of a block
-    that has a dimension of its own."""
+    """A quantised weight of that many values in a stored element, of a row or (`is_down`) of a column; `of_block`:
+    elements of a block that has a dimension of its own."""
 
-    def part(stored: StoredTensor, block: tuple[int, int], bits: int) -> PackedPart:
+    def part(stored: StoredTensor, block: tuple[int, int], bits: int = 0, elements: int = 1) -> PackedPart:
         name = stored.key.removeprefix(key) if stored.key.startswith(key) else f".{stored.key.rpartition('.')[2]}"
-        return PackedPart(name=name, dtype=stored.dtype, ndim=len(_row_major(stored).shape), block=block, bits=bits)
+        ndim = len(_row_major(stored).shape)
+        return PackedPart(name=name, dtype=stored.dtype, ndim=ndim, block=block, bits=bits, elements=elements)
 
     form = PackedForm(
         shape=shape,
         dtype=torch.bfloat16,
         rule=rule,
         is_transposed=is_transposed,
-        values=part(values, (down, 1) if down else (1, of_block), 32 // down if down else 0),
+        values=part(values, (packed, 1), 32 // packed)
+        if is_down
+        else part(values, (1, packed * of_block), 0, of_block),
         scales={name: part(*each) for name, each in beside.items()},
     )
     stored = {"packed": values} | {name: each.stored for name, each in beside.items()}
