@@ -79,6 +79,15 @@ def floats_held(model: nn.Module) -> dict[nn.Parameter, tuple[int, str]]:
     return held
 
 
+def refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype for a model with packed parameters."""
+    if dtype is not None and (packed := packed_parameters(model)):
+        raise ConfigError(
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds quantised values, which a cast destroys. "
+            "Leave dtype out; from_pretrained and build_meta_model take that of the floats."
+        )
+
+
 def is_packable(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a module's code takes a packed weight: linear layers, and stacks of experts."""
     return isinstance(module, (nn.Linear, Conv1D)) or parameter.dim() == 3
