@@ -148,6 +148,7 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
         ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot stay"),
         (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
         (of_group(actorder="group"), "actorder group) cannot stay quantised"),
+        (of_group(group_size=7), "into whose layers compressed-tensors as the config has it does not fit, cannot stay"),
     ],
 )
 def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.loading.conversion import map_parts
 from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -58,7 +58,12 @@ def keep_by_config(model: nn.Module) -> None:
         ) from error
     if not any(formats.values()):
         raise _refused(f"no weight of {type(model).__name__} ({method})")
-    keep_stored(model, CheckpointIndex(name=type(model).__name__, tensors=tensors, header_bytes=0))
+    try:
+        keep_stored(model, CheckpointIndex(name=type(model).__name__, tensors=tensors, header_bytes=0))
+    except CheckpointError as error:  # such a checkpoint cannot be
+        raise _refused(
+            f"{type(model).__name__}, into whose layers {method} as the config has it does not fit,"
+        ) from error
 
 
 def _refused(what: str) -> ConfigError:
