@@ -286,13 +286,10 @@ def cut(
 
 def cut_whole(values: dict[str, Any], shards: Iterable[tuple[str, Any]], *, views: bool = False) -> None:
     """Put this rank's part, in new memory or as a view, in the place of each whole value that is for a shard."""
-    for name, shard in shards:
-        value = values.get(name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if isinstance(shard, DTensor) and value.shape == shard.shape:
-            whole = value.detach()
-            values[name] = as_dtensor(part_of(whole, shard), shard) if views else cut(whole, shard)
+    for name, shard in ((name, shard) for name, shard in shards if isinstance(shard, DTensor)):
+        whole = values.get(name)
+        if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor) and whole.shape == shard.shape:
+            values[name] = as_dtensor(part_of(whole.detach(), shard), shard) if views else cut(whole, shard)
 
 
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
