@@ -14,8 +14,7 @@ from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
-from hf_fsdp_tools.modeling.packed import pack
-from hf_fsdp_tools.modeling.packed_forms import stored_forms
+from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
@@ -63,8 +62,7 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
     if setup.freeze_vision_tower:
         model.get_encoder(modality="image").requires_grad_(False)
     if not setup.dequantize:
-        pack(model, stored_forms(model))
-        model.requires_grad_(False)
+        keep_by_config(model)
     model = _sharded(model, setup, device)
     allocate(model, device=torch.device("cpu") if setup.offload_params else device)
     _fill(model)

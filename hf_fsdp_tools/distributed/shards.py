@@ -5,7 +5,7 @@ the function says so; `DTensor.from_local` and `distribute_tensor` move it to th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
@@ -282,6 +282,14 @@ def cut(
     part = part_of(whole.detach(), like)
     memory = torch.empty(part.shape, dtype=dtype or whole.dtype, device=device or like.device)
     return as_dtensor(memory.copy_(part), like)
+
+
+def cut_whole(values: dict[str, Any], shards: Iterable[tuple[str, Any]], *, views: bool = False) -> None:
+    """Put this rank's part, in new memory or as a view, in the place of each whole value that is for a shard."""
+    for name, shard in ((name, shard) for name, shard in shards if isinstance(shard, DTensor)):
+        whole = values.get(name)
+        if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor) and whole.shape == shard.shape:
+            values[name] = as_dtensor(part_of(whole.detach(), shard), shard) if views else cut(whole, shard)
 
 
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.kernels import predicts_words
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, copy_on_meta, load_config
-from hf_fsdp_tools.modeling.packed import check_experts, pack, packed_parameters
-from hf_fsdp_tools.modeling.packed_forms import stored_forms
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
@@ -139,8 +139,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     if not setup.dequantize and not packed_parameters(model):
         if is_own:
             raise ConfigError("dequantize=False: this model has floats. Give its checkpoint's name, or its config.")
-        pack(model, stored_forms(model))
-        check_experts(model)
+        keep_by_config(model)
     if is_divided := max(setup.tp_size, setup.ep_size) > 1:
         mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:

@@ -130,11 +130,11 @@ def _trace(
     """The group's conversion on tensors without data; results that cannot be followed are opaque."""
     inputs = {key: PieceTensor.stored(stored[key], dtype) for key, _ in group.members}
     try:
-        return _convert(model, group, inputs)
+        return convert_group(model, group, inputs)
     except Exception as symbolic:  # a conversion may do anything to a tensor that has no values
         try:
             zeros = {key: torch.zeros(stored[key].shape, dtype=dtype) for key, _ in group.members}
-            results = _convert(model, group, zeros)
+            results = convert_group(model, group, zeros)
         except Exception:
             raise CheckpointError(
                 f"The conversion to {group.target!r} ({group.transform}) fails on what the checkpoint holds, "
@@ -145,8 +145,8 @@ def _trace(
         return {k: PieceTensor(t.shape, t.dtype, None, sources) for k, t in results.items()}
 
 
-def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The results of a group's transform by model key."""
+def convert_group(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The results of a group's transform by model key, of whole tensors by stored key; within `original_classes`."""
     if group.transform is None:  # of several tensors that are renamed to one key the first wins, as in transformers
         return {group.target: tensors[group.members[0][0]]}
     transform = deepcopy(group.transform)
@@ -155,14 +155,6 @@ def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, tor
     with torch.no_grad():
         results = transform.convert(group.target, model=model, config=model.config)
     return {key: value[0] if isinstance(value, list) else value for key, value in results.items()}
-
-
-def convert_group(
-    model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The results of one group's conversion by model key, from real, whole tensors by stored key."""
-    with original_classes(model):
-        return _convert(model, group, tensors)
 
 
 def adjust_keys(model: nn.Module, missing: set[str], unexpected: set[str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -52,8 +52,8 @@ class _RangeReader(FileSystemReader):
         there = {file: found for file in files if (found := stored_object(file)) is not None}
         if any(place.transform_descriptors for place in places.values()):  # compressed, by a writer of somebody's own
             return super().read_data(plan, planner)
-        targets = [planner.resolve_tensor(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        if any(type(target) not in (torch.Tensor, torch.nn.Parameter) for target in targets):
+        memories = [planner.resolve_tensor(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        if any(type(memory) not in (torch.Tensor, torch.nn.Parameter) for memory in memories):
             return super().read_data(plan, planner)  # made of several tensors, as states of 8 bits
         ends = []
         for place in places.values():

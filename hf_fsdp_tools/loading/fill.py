@@ -27,7 +27,10 @@ from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, deq
 from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.sharding.allocate import allocate
+
+_NO_4BIT = Weights4Bit()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ def fill_shards(
     loaded: Mapping[str, PieceTensor],
     *,
     groups: Mapping[str, ConversionGroup] | None = None,
-    weights_4bit: Weights4Bit | None = None,
+    weights_4bit: Weights4Bit = _NO_4BIT,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     doing: str,
@@ -72,15 +75,14 @@ def fill_shards(
             places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
-            packed = shares_of(weights_4bit, state, index) if weights_4bit else []
-            text_bytes = weights_4bit.text_bytes(index) if weights_4bit else 0
+            packed = shares_of(weights_4bit, state, index)
+            beside_bytes = weights_4bit.text_bytes(index) + sum(share.num_bytes for share in packed)
             shards = [local_tensor(tensor) for tensor in state.values()]
             side = side_stream_for([*shards, *(torch.empty(0, device=share.device) for share in packed[:1])])
             if side is not None:
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
-            to_read += text_bytes + sum(share.num_bytes for share in packed)
-            to_read += sum(band.num_bytes for band in bands if band)
+            to_read += beside_bytes + sum(band.num_bytes for band in bands if band)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -93,7 +95,7 @@ def fill_shards(
             stack.enter_context(reader)
             stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
-            if weights_4bit:
+            if weights_4bit.texts:
                 stats += read_texts(weights_4bit, state, index, reader)
         if bands:
             with agreed(doing):
@@ -105,7 +107,7 @@ def fill_shards(
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share_bytes + text_bytes + sum(share.num_bytes for share in packed),
+        share_bytes=share_bytes + beside_bytes,
         host_bytes=sum(on_host.values()),
     )
 
@@ -221,7 +223,8 @@ def read_converted(
     whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
     places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
     stats = read_into(places, index, reader, staging_bytes=staging_bytes)
-    return convert_group(model, group, whole), stats
+    with original_classes(model):
+        return convert_group(model, group, whole), stats
 
 
 def check_values(match: Match, *, staging_bytes: int) -> TransferStats:

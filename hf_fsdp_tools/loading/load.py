@@ -39,7 +39,7 @@ from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import floats_held, packed_parameters
+from hf_fsdp_tools.modeling.packed import floats_held, refuse_cast
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
@@ -161,7 +161,7 @@ def load_weights(
                 strict=strict,
                 resize_vocabulary=added_tokens is not None,
             )
-            _refuse_other_dtype(model, match, dtype)
+            _refuse_other_dtype(model, dtype)
             checked = check_values(match, staging_bytes=staging_bytes)
         compare_at_end(own_seed(seed), seeds.extend)
     with rolled_back(model) as after:
@@ -250,13 +250,9 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = round(time.perf_counter() - start, 4)
 
 
-def _refuse_other_dtype(model: nn.Module, match: Match, dtype: torch.dtype | None) -> None:
+def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse a dtype for quantised weights, and for parameters that have storage already."""
-    if dtype and (kept := packed_parameters(model)):
-        raise ConfigError(
-            f"dtype={dtype} cannot be honoured: {min(kept)!r} holds quantised values, which have the "
-            "dtype of their storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
-        )
+    refuse_cast(model, dtype)
     for name, parameter in model.named_parameters():
         if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:
             raise ConfigError(

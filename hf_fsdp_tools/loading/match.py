@@ -1,8 +1,7 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, sc
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parts, plain_parameters
 from hf_fsdp_tools.text import dtype_name, grouped, listed_lines, quoted
 
@@ -87,35 +85,21 @@ def _packed_tensors(
     state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored]
 ) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = ((key, t) for key, t in state.items() if isinstance(t, nn.Parameter))
-    floats = sorted(key for key, parameter in parameters if parameter.is_floating_point())
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     modules: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
-    for key in floats:
+    for key in sorted(key for key, t in state.items() if isinstance(t, nn.Parameter) and t.is_floating_point()):
         sources = sorted(load_map.tensors[key].sources) if key in load_map.tensors else []
         made_of = [of_source[source] for source in sources]
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
             modules[key.rpartition(".")[0]] = key
-    by_suffix = {suffix: key for name, key in reversed(modules.items()) for suffix in _suffixes(name)}
-    used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
-    for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
-        # The same module, or one whose name differs in the prefix of a base model only.
-        module = t.key.rpartition(".")[0]
-        same = chain([by_suffix.get(module)], map(modules.get, _suffixes(module)))
-        target = next(filter(None, same), None) if module else None
-        is_packed = target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
-        if target is not None and is_packed:
-            packed.append((t, target))
+    for key, names in load_map.unexpected_keys.items():
+        target = modules.get(key.rpartition(".")[0])
+        for t in (stored[name] for name in names if target is not None and stored[name].shape):
+            if target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point:
+                packed.append((t, str(target)))
     return packed
-
-
-def _suffixes(name: str) -> Iterator[str]:
-    """Yield a dotted name, and what is left of it without its first part, its first two parts, …"""
-    while name:
-        yield name
-        name = name.partition(".")[2]
 
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -134,8 +118,8 @@ class Match:
     """The model's persistent tensors by key, before they have storage."""
     load_map: LoadMap
     """Where each tensor of the model comes from, by transformers' conversions."""
-    weights_4bit: Weights4Bit | None
-    """What fills 4-bit weights of bitsandbytes next to; None without any."""
+    weights_4bit: Weights4Bit
+    """What fills 4-bit weights of bitsandbytes beside."""
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]
@@ -180,21 +164,20 @@ def match_checkpoint(
     load_map = map_loading(model, wanted, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
     is_known = dequantized is not None
+    of_4bit = Weights4Bit()
     if is_packed:
         index, load_map = with_bytes(model, index, load_map)
         used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
         dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
-    of_4bit = None
-    if is_packed and weights_4bit(model):
         index, load_map, of_4bit = match_4bit(model, state, load_map, index)
-    refuse_quantized(state, load_map, index, method_of(quantization), is_known=is_known or of_4bit is not None)
+    refuse_quantized(state, load_map, index, method_of(quantization), is_known=is_known or bool(of_4bit.forms))
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    wanted = {key: tensor for key, tensor in state.items() if of_4bit is None or key not in of_4bit.filled}
+    wanted = {key: tensor for key, tensor in state.items() if key not in of_4bit.filled}
     loaded, tied_pairs, absent = _first_names(wanted, {key: stored[key] for key in stored.keys() - wrong})
     missing = {key for tied in absent for key in tied} - wrong
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))

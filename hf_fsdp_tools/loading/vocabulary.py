@@ -20,7 +20,7 @@ from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, original_classes, swap
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import pack_alike, packed_parameters
+from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
@@ -185,7 +185,8 @@ def resized_twin(
     """A resized model on meta of the same config; its differences from `model` are what resizing has to change."""
     with original_classes(model):
         twin = build_meta_model(model.config, auto_class=type(model), dtype=model.dtype)
-    pack_alike(twin, model)
+    own = packed_parameters(twin)  # 4-bit weights follow from the config
+    pack(twin, {fqn: form for fqn, form in packed_parameters(model).items() if fqn not in own})
     resize_vocabulary(twin, num_tokens, pad_to_multiple_of)
     return twin
 

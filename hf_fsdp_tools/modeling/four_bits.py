@@ -21,8 +21,6 @@ from hf_fsdp_tools.modeling.patterns import matched_in
 NESTED_BLOCKSIZE = 256
 """Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
 
-_VALUES_OF_A_BYTE = 256
-
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
     """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model."""
@@ -87,8 +85,9 @@ def layers_of(model: PreTrainedModel, quantizer: Any) -> dict[str, Any]:
 
 def pack_4bit(model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
     """Let linear layers of a model on meta have 4-bit weights, as `layers` from `layers_of` have them, in place."""
-    forms = {f"{fqn}.weight": _form(f"{fqn}.weight", model.get_submodule(fqn), layer) for fqn, layer in layers.items()}
-    pack(model, {fqn: (form, _sizes_of_parts(fqn, form)) for fqn, form in forms.items()})
+    pack(
+        model, {f"{fqn}.weight": _form(f"{fqn}.weight", model.get_submodule(fqn), each) for fqn, each in layers.items()}
+    )
     for fqn in layers:
         model.get_submodule(fqn).requires_grad_(False)
 
@@ -101,14 +100,14 @@ def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
             f"{fqn!r} {list(weight.shape)} has {weight.numel()} values, which are no whole number of blocks of "
             f"{block}. Leave the layer out with llm_int8_skip_modules."
         )
-    rows = weight.numel() // block
-    f32 = torch.float32
+    f32, storage = torch.float32, layer.quant_storage
     if layer.weight.compress_statistics:
-        high, every = NESTED_BLOCKSIZE, (rows, block)
+        high, every = NESTED_BLOCKSIZE, (weight.numel() // block, block)
+        code: dict[str, Any] = {"elements": 256, "is_whole": True}  # a value for each byte
         scales = {
             "scale": PackedPart(name=".weight.absmax", dtype=torch.uint8, ndim=1, block=(1, block)),
             "nested scale": PackedPart(name=".weight.nested_absmax", dtype=f32, ndim=1, block=(high, block)),
-            "code": PackedPart(name=".weight.nested_quant_map", dtype=f32, ndim=1, block=every, is_whole=True),
+            "code": PackedPart(name=".weight.nested_quant_map", dtype=f32, ndim=1, block=every, **code),
             "offset": PackedPart(name=".weight.offset", dtype=f32, ndim=0, block=every, is_whole=True),
         }
     else:
@@ -118,21 +117,11 @@ def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
         dtype=weight.dtype,
         rule=layer.weight.quant_type,
         is_transposed=isinstance(module, Conv1D),
-        values=PackedPart(name="", dtype=layer.quant_storage, ndim=2, block=(1, block), is_column=True),
+        values=PackedPart(name="", dtype=storage, ndim=2, block=(1, 2 * storage.itemsize), is_column=True),
         scales=scales,
         flat_block=block,
         compute_dtype=layer.compute_dtype,
     )
-
-
-def _sizes_of_parts(fqn: str, form: PackedForm) -> dict[str, tuple[int, ...]]:
-    """Shapes of the bytes of a weight's parts."""
-    rows = form.rows * form.columns // form.flat_block
-    shapes: dict[str, tuple[int, ...]] = {part_name(fqn, "packed"): (rows, form.flat_block // 2)}
-    for name, part in form.scales.items():
-        width = _VALUES_OF_A_BYTE if name == "code" else 1
-        shapes[part_name(fqn, name)] = (-(-rows // part.block[0]), width * part.dtype.itemsize)
-    return shapes
 
 
 def weights_4bit(model: nn.Module) -> dict[str, PackedForm]:

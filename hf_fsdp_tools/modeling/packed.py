@@ -19,27 +19,24 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, PackedWeight, linear
+from hf_fsdp_tools.modeling.packed_weight import Factors, Look, PackedForm, PackedWeight, product
 from hf_fsdp_tools.text import dtype_name
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
 
 
-def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tuple[int, ...]]]]) -> None:
-    """Put parameters of bytes on meta in the place of parameters of a plain model, in place.
-
-    `forms` has, by the fqn of the parameter, its form and the shapes of its parts by their fqns (`parts`).
-    """
+def pack(model: nn.Module, forms: Mapping[str, PackedForm]) -> None:
+    """Put parameters of bytes on meta in the place of parameters of a plain model, by their fqns, in place."""
     below: dict[str, dict[str, PackedForm]] = {}
-    for fqn, (form, shapes) in forms.items():
+    for fqn, form in forms.items():
         owner, _, name = fqn.rpartition(".")
         below.setdefault(owner, {})[name] = form
         module = model.get_submodule(owner)
         del module._parameters[name]
-        for key, part in form.parts(fqn).items():
-            empty = torch.empty(shapes[key], dtype=torch.uint8, device="meta")
-            own = key.rpartition(".")[2]
+        shapes = form.shapes(name)
+        for own, part in form.parts(name).items():
+            empty = torch.empty(shapes[own], dtype=torch.uint8, device="meta")
             if part.is_whole:
                 module.register_buffer(own, empty)
             else:
@@ -48,13 +45,6 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
         module = model.get_submodule(owner)
         add_to_note(module, packed=named)
         module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
-
-
-def pack_alike(model: nn.Module, packed: nn.Module) -> None:
-    """Put parameters of bytes on meta where another model of the same structure has them, in place."""
-    sizes = {name: tuple(each.shape) for name, each in (*packed.named_parameters(), *packed.named_buffers())}
-    own = packed_parameters(model)  # 4-bit weights follow from the config
-    pack(model, {fqn: (form, sizes) for fqn, form in packed_parameters(packed).items() if fqn not in own})
 
 
 def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
@@ -89,6 +79,15 @@ def floats_held(model: nn.Module) -> dict[nn.Parameter, tuple[int, str]]:
     return held
 
 
+def refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype for a model with packed parameters."""
+    if dtype is not None and (packed := packed_parameters(model)):
+        raise ConfigError(
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds quantised values, which a cast destroys. "
+            "Leave dtype out; from_pretrained and build_meta_model take that of the floats."
+        )
+
+
 def is_packable(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a module's code takes a packed weight: linear layers, and stacks of experts."""
     return isinstance(module, (nn.Linear, Conv1D)) or parameter.dim() == 3
@@ -116,24 +115,32 @@ def _seen_as_floats(cls: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
-    form = note_of(module).packed[name]
-    parts = [getattr(module, part) for part in form.parts(name)]
-    return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
+    return PackedWeight(*_held(module, name))
+
+
+def _held(
+    module: nn.Module, name: str, dtype: torch.dtype | None = None, *, is_flipped: bool = False
+) -> tuple[Look, list[torch.Tensor]]:
+    """What a module holds in the place of a parameter; `dtype`: of its floats, where it is not that of computation."""
+    note, form = note_of(module), note_of(module).packed[name]
+    added = note.deltas.get(name, ())
+    look = Look(
+        form=form,
+        dtype=dtype or note.compute_dtype or form.dtype,
+        is_flipped=is_flipped,
+        scalings=tuple(scaling for *_, scaling in added),
+    )
+    factors = [each for lhs, rhs, _ in added for each in (lhs, rhs)]
+    return look, [*factors, *(getattr(module, part) for part in form.parts(name))]
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
-    is_conv = isinstance(module, Conv1D)  # whose weight is (in, out)
-    if note_of(module).deltas:
-        return nn.functional.linear(hidden, module.weight.t() if is_conv else module.weight, module.bias)
-    form = note_of(module).packed["weight"]
-    parts = [getattr(module, part) for part in form.parts("weight")]
-    bias, dtype = module.bias, note_of(module).compute_dtype or form.dtype
-    if form.compute_dtype is None:
-        return linear(hidden, form, parts, dtype, bias, is_flipped=is_conv)
-    given, dtype = hidden.dtype, form.compute_dtype
-    bias = None if bias is None else bias.to(dtype)
-    return linear(hidden.to(dtype), form, parts, dtype, bias, is_flipped=is_conv).to(given)
+    dtype, bias = note_of(module).packed["weight"].compute_dtype, module.bias
+    look, tensors = _held(module, "weight", dtype, is_flipped=isinstance(module, Conv1D))  # whose weight is (in, out)
+    if dtype is None:
+        return product(hidden, look, tensors, bias)
+    return product(hidden.to(dtype), look, tensors, None if bias is None else bias.to(dtype)).to(hidden.dtype)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ it is multiplied, and again in the backward pass: what autograd keeps is the byt
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,9 +32,12 @@ class PackedPart:
     ndim: int
     """Number of dimensions of the stored tensor."""
     block: tuple[int, int] = (1, 1)
-    """Rows and columns of the values that share one element."""
+    """Rows and columns of the values that share one element; the last blocks of either direction may be short."""
     bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`), as GPTQ's values do."""
+    """Bits of each value where an element packs one for each row of its block, lowest bits first and offset by half
+    their range, as GPTQ's values do; 0 elsewhere."""
+    elements: int = 1
+    """Elements of a block, which have a dimension of their own where `ndim` says so."""
     is_column: bool = False
     """Whether it is stored as one column."""
     is_whole: bool = False
@@ -50,7 +53,7 @@ class PackedPart:
         if self.is_column:
             return self.dtype, (math.prod(full), 1)
         if self.ndim > len(full):  # blocks of bytes
-            full = [*full[:-1], full[-1] // self.block[1], self.block[1]]
+            full = [*full[:-1], full[-1] // self.elements, self.elements]
         while len(full) > self.ndim:
             assert 1 in (full[-1], full[0]), (shape, self)
             full.pop(-1 if full[-1] == 1 else 0)
@@ -86,6 +89,19 @@ class PackedForm:
     def columns(self) -> int:
         """Values in a row."""
         return self.shape[-2 if self.is_transposed else -1]
+
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the packed matrix, of whose blocks the parts hold elements."""
+        count = self.rows * self.columns
+        return (count // self.flat_block, self.flat_block) if self.flat_block else (self.rows, self.columns)
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the bytes by the names of `parts`."""
+        found = {}
+        for key, part in self.parts(name).items():
+            down, across = (-(-n // size) for n, size in zip(self.matrix(), part.block, strict=True))
+            found[key] = (*self.shape[:-2], down, across * part.elements * part.dtype.itemsize)
+        return found
 
     def parts(self, name: str) -> dict[str, PackedPart]:
         """Values and scales by the names of the parameters of bytes, for the plain parameter's name."""
@@ -199,46 +215,62 @@ Factors = tuple[torch.Tensor, torch.Tensor, float]
 """What a low-rank adapter adds to a stack of weights: `scaling * lhs @ rhs`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a packed weight is beside its tensors, which are the factors that adapters add, and values and scales."""
+
+    form: PackedForm
+    dtype: torch.dtype
+    """Dtype of its floats."""
+    is_flipped: bool = False
+    """Whether the last two dimensions are exchanged."""
+    scalings: tuple[float, ...] = ()
+    """One for each two factors."""
+
+    def split(self, tensors: Sequence[Any]) -> tuple[list[Factors], Sequence[Any]]:
+        """The factors among the tensors, with their scalings; and values and scales."""
+        factors = zip(tensors[::2], tensors[1::2], self.scalings, strict=False)
+        return list(factors), tensors[2 * len(self.scalings) :]
+
+    def floats(self, tensors: Sequence[Any]) -> torch.Tensor:
+        """The dequantised weight, with what adapters add."""
+        added, parts = self.split(tensors)
+        floats = self.form.floats(parts[0], parts[1:], self.dtype)
+        for lhs, rhs, scaling in added:  # of a stack of experts, or of one
+            if lhs.dim() == 3 and len(lhs) == 1:  # of a matrix, or a stack of one, to which PEFT adds the product
+                floats += (lhs @ rhs * scaling)[0].to(floats.dtype)
+                continue
+            add = torch.Tensor.baddbmm_ if floats.dim() == 3 else torch.Tensor.addmm_
+            add(floats, lhs, rhs, alpha=scaling)
+        return floats.transpose(-2, -1) if self.is_flipped else floats
+
+
 class PackedWeight(torch.Tensor):
     """What a packed parameter looks like to code that computes with it; its floats exist while they are used."""
 
-    form: PackedForm
-    parts: Sequence[Any]
-    added: tuple[Factors, ...]
-    is_flipped: bool
-    """Whether the last two dimensions are exchanged."""
+    look: Look
+    tensors: Sequence[Any]
     _is_hf_initialized = True
     """For transformers, which draws no values for it next to those of a module that lacks others."""
 
     @staticmethod
-    def __new__(
-        cls,
-        form: PackedForm,
-        parts: Sequence[Any],
-        dtype: torch.dtype,
-        added: tuple[Factors, ...] = (),
-        is_flipped: bool = False,
-    ) -> "PackedWeight":
+    def __new__(cls, look: Look, tensors: Sequence[Any]) -> "PackedWeight":
         """A view of gathered bytes (or of shards, of which it tells shape, dtype and device alone)."""
-        shape = [*parts[0].shape[:-2], *form.shape[-2:]]
-        if is_flipped:
+        _, (values, *_) = look.split(tensors)
+        shape = [*values.shape[:-2], *look.form.shape[-2:]]
+        if look.is_flipped:
             shape[-2:] = reversed(shape[-2:])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
-        self.form, self.parts, self.added, self.is_flipped = form, parts, added, is_flipped
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=look.dtype, device=values.device)
+        self.look, self.tensors = look, tensors
         return self
-
-    def with_(self, **changed: Any) -> "PackedWeight":
-        """The same weight with other parts, dtype, factors or order of dimensions."""
-        own = {"parts": self.parts, "dtype": self.dtype, "added": self.added, "is_flipped": self.is_flipped}
-        return PackedWeight(self.form, **{**own, **changed})
 
     def floats(self) -> torch.Tensor:
         """The dequantised weight, with what adapters add."""
-        return _value(self.form, self.dtype, self.is_flipped, self.parts, self.added)
+        return self.look.floats(self.tensors)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and rule."""
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.form.rule})"
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.look.form.rule})"
 
     @classmethod
     def __torch_function__(  # torch annotates an instance method
@@ -266,124 +298,69 @@ class PackedWeight(torch.Tensor):
         raise ConfigError(f"{func} cannot compute with a weight that is quantised as stored. Use dequantize=True.")
 
 
-def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
-    floats = form.floats(parts[0], parts[1:], dtype)
-    for lhs, rhs, scaling in added:  # of a stack of experts, or of one
-        if lhs.dim() == 3 and len(lhs) == 1:  # of a matrix, or a stack of one, to which PEFT adds the product
-            floats += (lhs @ rhs * scaling)[0].to(floats.dtype)
-            continue
-        add = torch.Tensor.baddbmm_ if floats.dim() == 3 else torch.Tensor.addmm_
-        add(floats, lhs, rhs, alpha=scaling)
-    return floats.transpose(-2, -1) if is_flipped else floats
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What the product knows of a weight next to its tensors."""
-
-    form: PackedForm
-    dtype: torch.dtype
-    is_flipped: bool
-    scalings: tuple[float, ...]
-
-
-def linear(
-    hidden: torch.Tensor,
-    form: PackedForm,
-    parts: Sequence[Any],
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    *,
-    is_flipped: bool = False,
-) -> torch.Tensor:
-    """`functional.linear` with a packed matrix."""
-    look = _Look(form, dtype, is_flipped, ())
-    output: torch.Tensor = _Product.apply("linear", look, hidden, bias, None, *parts)  # type: ignore[no-untyped-call]
-    return output
-
-
 class _Product(torch.autograd.Function):
-    """The product of activations and a packed weight, which is dequantised in either direction."""
+    """The product of activations and a packed weight (out, in), which is dequantised in either direction; or of groups
+    of rows, which end at `offs`, and a stack of weights (in, out)."""
 
     @staticmethod
-    def forward(ctx: Any, how: str, look: _Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
-        factors, parts = tensors[: 2 * len(look.scalings)], tensors[2 * len(look.scalings) :]
-        ctx.how, ctx.look, ctx.dtype, ctx.is_folded = how, look, x.dtype, _is_folded(x)
-        output = _FORWARD[how](x, _weight_of(look, factors, parts), bias, offs)
-        is_used = any(each.requires_grad for each in factors)
+    def forward(ctx: Any, look: Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
+        ctx.look, ctx.dtype, ctx.is_folded = look, x.dtype, _is_folded(x)
+        weight = look.floats(tensors)
+        is_used = any(each.requires_grad for each in tensors[: 2 * len(look.scalings)])
         ctx.save_for_backward(x if is_used else None, offs, *tensors)
-        return output
+        if offs is not None:
+            return functional.grouped_mm(x, weight, offs=offs)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, offs, *tensors = ctx.saved_tensors
-        count = 2 * len(ctx.look.scalings)
-        factors, parts = tensors[:count], tensors[count:]
-        of_x = of_bias = None
-        if ctx.needs_input_grad[2]:
-            weight = _weight_of(ctx.look, factors, parts).to(gradient.dtype)
-            product = _OF_INPUT[ctx.how] if ctx.is_folded else _OF_STACKED[ctx.how]
-            of_x = product(gradient, weight, offs).to(ctx.dtype)
+        look, of_x, of_bias = ctx.look, None, None
+        if ctx.needs_input_grad[1]:
+            weight = look.floats(tensors).to(gradient.dtype)
+            if offs is not None:
+                of_x = functional.grouped_mm(gradient, weight.transpose(-2, -1), offs=offs)
+            elif ctx.is_folded:
+                of_x = _rows(gradient).mm(weight).view(*gradient.shape[:-1], weight.shape[1])
+            else:
+                stack = gradient.reshape(-1, *gradient.shape[-2:])
+                of_x = stack.bmm(weight.expand(len(stack), *weight.shape)).view(*gradient.shape[:-1], weight.shape[1])
+            of_x = of_x.to(ctx.dtype)
             del weight
-        if ctx.needs_input_grad[3]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        of_factors: list[torch.Tensor | None] = [None] * count
+        if ctx.needs_input_grad[2]:
+            of_bias = _rows(gradient).sum(0)
+        added, parts = look.split(tensors)
+        of_factors: list[torch.Tensor | None] = [None] * (2 * len(added))
         if x is not None:
-            of_weight = _OF_WEIGHT[ctx.how](x.to(gradient.dtype), gradient, offs)
-            of_weight = of_weight.transpose(-2, -1) if ctx.look.is_flipped else of_weight
-            for i, scaling in enumerate(ctx.look.scalings):
-                lhs, rhs = factors[2 * i : 2 * i + 2]
+            of_weight = _of_stored_weight(x.to(gradient.dtype), gradient, offs, look.is_flipped)
+            for i, (lhs, rhs, scaling) in enumerate(added):
                 of_factors[2 * i] = scaling * (of_weight.to(rhs.dtype) @ rhs.transpose(-2, -1))
                 of_factors[2 * i + 1] = scaling * (lhs.transpose(-2, -1) @ of_weight.to(lhs.dtype))
-        return None, None, of_x, of_bias, None, *of_factors, *(None for _ in parts)
+        return None, of_x, of_bias, None, *of_factors, *(None for _ in parts)
 
 
-def _weight_of(look: _Look, factors: Any, parts: Any) -> torch.Tensor:
-    added = [(factors[2 * i], factors[2 * i + 1], scaling) for i, scaling in enumerate(look.scalings)]
-    return _value(look.form, look.dtype, look.is_flipped, parts, added)
+def product(x: torch.Tensor, look: Look, tensors: Sequence[Any], bias: Any = None, offs: Any = None) -> torch.Tensor:
+    """`functional.linear` with a packed matrix; with `offs`, `functional.grouped_mm` with a stack of such."""
+    output: torch.Tensor = _Product.apply(look, x, bias, offs, *tensors)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _of_stored_weight(x: torch.Tensor, gradient: torch.Tensor, offs: Any, is_flipped: bool) -> torch.Tensor:
+    """The gradient of the weight as its form has it, whose product is `_Product`'s."""
+    if offs is not None:
+        of_weight = functional.grouped_mm(x.t(), gradient, offs=offs)
+        return of_weight.transpose(-2, -1) if is_flipped else of_weight
+    return _rows(x).t().mm(_rows(gradient)) if is_flipped else _rows(gradient).t().mm(_rows(x))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-_FORWARD: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda x, weight, bias, offs: functional.linear(x, weight, bias),
-    "matmul": lambda x, weight, bias, offs: x @ weight,
-    "addmm": lambda x, weight, bias, offs: torch.addmm(bias, x, weight),
-    "grouped": lambda x, weight, bias, offs: functional.grouped_mm(x, weight, offs=offs),
-}
-
-_OF_INPUT: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda g, weight, offs: _rows(g).mm(weight).view(*g.shape[:-1], weight.shape[1]),
-    "matmul": lambda g, weight, offs: _rows(g).mm(weight.t()).view(*g.shape[:-1], weight.shape[0]),
-    "addmm": lambda g, weight, offs: g.mm(weight.t()),
-    "grouped": lambda g, weight, offs: functional.grouped_mm(g, weight.transpose(-2, -1), offs=offs),
-}
-
-_OF_STACKED: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda g, weight, offs: _stacked(g, weight),
-    "matmul": lambda g, weight, offs: _stacked(g, weight.t()),
-}
-"""How inputs that torch multiplies as a stack are multiplied, so that the last bit is the same."""
-
-
 def _is_folded(x: torch.Tensor) -> bool:
-    """Whether torch multiplies all rows of an input as one matrix (`should_fold` in its `LinearAlgebra.cpp`)."""
+    """Whether torch multiplies all rows of an input as one matrix (`should_fold` in its `LinearAlgebra.cpp`); if not,
+    the last bit is the same where rows of gradients are multiplied as a stack, too."""
     return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
-
-
-def _stacked(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    stack = gradient.reshape(-1, *gradient.shape[-2:])
-    return stack.bmm(weight.expand(len(stack), *weight.shape)).view(*gradient.shape[:-1], weight.shape[1])
-
-
-_OF_WEIGHT: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda x, g, offs: _rows(g).t().mm(_rows(x)),
-    "matmul": lambda x, g, offs: _rows(x).t().mm(_rows(g)),
-    "addmm": lambda x, g, offs: x.t().mm(g),
-    "grouped": lambda x, g, offs: functional.grouped_mm(x.t(), g, offs=offs),
-}
 
 
 # ---- torch's functions ----
@@ -393,38 +370,37 @@ def _index(weight: PackedWeight, index: Any) -> Any:
     is_one = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_complex())
     if not is_one or len(weight.shape) != 3:
         return NotImplemented
-    added = tuple(each if len(each[0]) == 1 else (each[0][index], each[1][index], each[2]) for each in weight.added)
-    return weight.with_(parts=[part[index] for part in weight.parts], added=added)
+    added, parts = weight.look.split(weight.tensors)
+    factors = [each if len(lhs) == 1 else each[index] for lhs, rhs, _ in added for each in (lhs, rhs)]
+    return PackedWeight(weight.look, [*factors, *(part[index] for part in parts)])
 
 
 def _flip(weight: PackedWeight, *dims: int) -> Any:
     last = {len(weight.shape) - 1, len(weight.shape) - 2}
     if dims and {dim % len(weight.shape) for dim in dims} != last:
         return NotImplemented
-    return weight.with_(is_flipped=not weight.is_flipped)
+    return PackedWeight(replace(weight.look, is_flipped=not weight.look.is_flipped), weight.tensors)
 
 
-def _times(how: str, x: Any, weight: Any, bias: Any = None, offs: Any = None) -> Any:
+def _times(x: Any, weight: Any, bias: Any = None, offs: Any = None) -> Any:
     """The product with a packed weight on the right, and no other."""
     if isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
         return NotImplemented
-    factors = [each for lhs, rhs, _ in weight.added for each in (lhs, rhs)]
-    scalings = tuple(scaling for *_, scaling in weight.added)
-    look = _Look(weight.form, weight.dtype, weight.is_flipped, scalings)
-    return _Product.apply(how, look, x, bias, offs, *factors, *weight.parts)  # type: ignore[no-untyped-call]
+    return product(x, weight.look, weight.tensors, bias, offs)
 
 
-def _matmul(x: Any, weight: Any) -> Any:
-    return _times("matmul", x, weight) if len(weight.shape) == 2 else NotImplemented
+def _matmul(x: Any, weight: Any, bias: Any = None) -> Any:
+    is_matrix = isinstance(weight, PackedWeight) and len(weight.shape) == 2
+    return _times(x, _flip(weight), bias) if is_matrix else NotImplemented
 
 
 def _addmm(bias: Any, x: Any, weight: Any, **factors: Any) -> Any:
-    return NotImplemented if factors else _times("addmm", x, weight, bias)
+    return NotImplemented if factors or bias.dim() != 1 else _matmul(x, weight, bias)
 
 
 def _grouped(x: Any, weight: Any, *, offs: Any = None, **others: Any) -> Any:
     is_other = offs is None or any(option is not None for option in others.values())
-    return NotImplemented if is_other else _times("grouped", x, weight, offs=offs)
+    return NotImplemented if is_other else _times(x, weight, offs=offs)
 
 
 def _looks() -> Iterator[Any]:
@@ -439,7 +415,7 @@ _WRITES = ("__set__", "__setitem__")
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: lambda weight: weight,  # type: ignore[attr-defined]
-    functional.linear: partial(_times, "linear"),
+    functional.linear: _times,
     torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
     torch.addmm: _addmm,
     torch.matmul: _matmul,

@@ -23,9 +23,9 @@ from hf_fsdp_tools.modeling.configs import (
     set_generation_config,
     stored_quantization,
 )
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import plain_name, slots, swap
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config
 from hf_fsdp_tools.sharding.allocate import with_data
@@ -154,7 +154,7 @@ def _build(
     dtype = (config_dtype(checkpoint.config) if of_adapter else None) or checkpoint.index.dtype
     options |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = build_meta_model(checkpoint.config, **options)
-    if weights_4bit(model):
+    if packed_parameters(model):
         raise ConfigError(
             f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
             "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "

@@ -59,7 +59,8 @@ def keep_format(
 
     written = {key: tensor for key, tensor in saved.items() if is_written(key, tensor.sources)}
     quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
-    if other := [k for k, t in quantized.items() if t.rule != "scaled in fp32" or not t.values.dtype.is_floating_point]:
+    is_fp8 = {k: t.form.rule == "scaled in fp32" and t.values.dtype.is_floating_point for k, t in quantized.items()}
+    if other := [key for key, holds in is_fp8.items() if not holds]:
         raise ConfigError(
             f"{stored.name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
             "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
@@ -70,8 +71,7 @@ def keep_format(
             f"{listed(wrong)} of {stored.name!r} cannot be kept as stored: with the adapter they have another shape. "
             "Merge without keep_stored_format (--keep-stored-format)."
         )
-    parts = [part.stored for tensor in quantized.values() for part in tensor.scales.values()]
-    parts += [tensor.values for tensor in quantized.values()]
+    parts = [part for tensor in quantized.values() for part in tensor.stored.values()]
     gone = {part.key for part in parts} | written.keys() | (set() if carry_heads else match.stored_heads.tensors.keys())
     for name in (name for key in match.unexpected_keys for name in match.load_map.unexpected_keys.get(key, ())):
         left_out = tensors[name]
@@ -110,7 +110,7 @@ def _looks(
     looks = {key: PieceTensor.named(key, tensor.shape, tensor.dtype) for key, tensor in copied.items()}
     for key, tensor in written.items():
         own = quantized.get(key)
-        for part in [own.values, *(grid.stored for grid in own.scales.values())] if own else ():
+        for part in own.stored.values() if own else ():
             looks[part.key] = PieceTensor(part.shape, part.dtype, None, tensor.sources)
         if own is None:
             dtype = tensors[key].dtype if key in tensors else tensor.dtype
@@ -139,12 +139,12 @@ class Requantizer:
                 continue
             if not bool(torch.isfinite(floats).all()):
                 raise CheckpointError(f"{key!r} holds values that are infinite or NaN with the adapter merged into it.")
-            grid = tensor.scales["scale"]
-            parts = (tensor.values, grid.stored)
+            parts = (tensor.values, tensor.stored["scale"])
             if all(torch.equal(_floats(tensor, floats.dtype, reader, n), floats[:n]) for n in (1, len(floats))):
                 results = [_read(part, reader) for part in parts]
             else:
-                results = quantize(floats.flatten(0, -2), grid.block, *parts, is_power=self._is_power)
+                block = tensor.form.scales["scale"].block
+                results = quantize(floats.flatten(0, -2), block, *parts, is_power=self._is_power)
                 self._written.append((tensor, floats))
             found |= {part.key: result for part, result in zip(parts, results, strict=True)}
         return found
@@ -157,8 +157,8 @@ class Requantizer:
             return replace(part, file=folder / place.file, offset=place.offset)
 
         for tensor, floats in self._written:
-            scales = {name: replace(grid, stored=there(grid.stored)) for name, grid in tensor.scales.items()}
-            read = _floats(replace(tensor, values=there(tensor.values), scales=scales), floats.dtype, reader)
+            written = replace(tensor, stored={name: there(part) for name, part in tensor.stored.items()})
+            read = _floats(written, floats.dtype, reader)
             norms = [float(torch.linalg.vector_norm(t, dtype=torch.float32)) for t in (read.sub_(floats), floats)]
             self.errors[tensor.key] = norms[0] / norms[1] if norms[1] else 0.0
         self._written.clear()

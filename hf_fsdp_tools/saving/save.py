@@ -30,7 +30,7 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization, write_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import refuse_cast
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
@@ -327,11 +327,7 @@ def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
             "load_weights or from_pretrained before it is saved; after a failed load, load it again."
         )
-    if dtype is not None and (packed := packed_parameters(model)):
-        raise CheckpointError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds quantised values, which a cast destroys. "
-            "Leave dtype out."
-        )
+    refuse_cast(model, dtype)
 
 
 def prepare_save(

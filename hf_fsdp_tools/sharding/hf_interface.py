@@ -7,7 +7,6 @@ from importlib import import_module
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.accelerator import free_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
+from hf_fsdp_tools.distributed.shards import cut_whole
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
@@ -198,19 +197,8 @@ def _cut_whole_tensors(
     tensor of another shape stays as it is, for torch's error.
     """
     reshard_units(module)  # FSDP2's own hook does so too late, after this one
-    is_kept = local_metadata.get("assign_to_params_buffers", False)
-    for name, parameter in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if (
-            isinstance(parameter, DTensor)
-            and isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
-            and value.shape == parameter.shape
-        ):
-            whole = value.detach()
-            state_dict[prefix + name] = (
-                cut(whole, parameter) if is_kept else as_dtensor(part_of(whole, parameter), parameter)
-            )
+    own = ((prefix + name, parameter) for name, parameter in module._parameters.items())
+    cut_whole(state_dict, own, views=not local_metadata.get("assign_to_params_buffers", False))
 
 
 def turn_cache_off(model: nn.Module) -> None:

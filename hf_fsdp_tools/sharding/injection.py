@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, cut, local_tensor
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
@@ -95,10 +95,7 @@ def guard_injection() -> None:
 
 def _cut_whole(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
-    for name, parameter in model.named_parameters():
-        value = values.get(prefix + name)
-        if isinstance(parameter, DTensor) and value is not None and value.shape == parameter.shape:
-            values[prefix + name] = value if isinstance(value, DTensor) else cut(value, parameter)
+    cut_whole(values, ((prefix + name, parameter) for name, parameter in model.named_parameters()))
 
 
 @contextmanager

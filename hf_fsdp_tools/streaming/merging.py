@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.shards import LocalBoxes, cut, gather_on_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, copy_tree, is_wrapper
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -90,11 +89,6 @@ names in that module."""
 def mergeable(model: nn.Module) -> Adapted:
     """The adapters of a model that can be merged; modules that are trained whole are none of them."""
     base = base_of(model)
-    if weights_4bit(base):
-        raise ConfigError(
-            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again "
-            "without quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
-        )
     if packed_parameters(base):
         raise ConfigError(
             "Adapters are merged into floats, and this base is quantised as stored. Save the adapter, then merge it: "

@@ -18,6 +18,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.loading import conversion, fill, index, match
+from hf_fsdp_tools.loading.quantized import four_bits
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
@@ -98,7 +99,7 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
             (match, "persistent_tensors"),
             (conversion, "persistent_tensors"),
             (index, "_headers"),
-            (match, "weights_4bit"),
+            (four_bits, "weights_4bit"),
         ):
             stack.enter_context(counting(owner, name))
         from_pretrained(folder, **options)

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -258,10 +259,10 @@ def test_packed_bytes_become_the_same_floats_in_bounded_memory(tmp_path, monkeyp
     """Above the weight, 16 bytes of each value that is dequantised at a time; of rows, and of whole matrices."""
     tensors, config, rule = STORED[name]
     (stored,) = opened(tmp_path, tensors, config).tensors.values()
-    parts = [keep._as_bytes(stored, part) for part in ("packed", *stored.scales)]
+    parts = [keep._as_bytes(stored, part) for part in stored.stored]
     values, *scales = [tensors[part.key].contiguous().view(-1).view(torch.uint8).view(part.shape) for part in parts]
     for dtype in (torch.bfloat16, torch.float32):
-        form = keep._form(stored, torch.empty(stored.shape, dtype=dtype, device="meta"))
+        form = replace(stored.form, dtype=dtype)
         expected = rule(*tensors.values(), dtype)
         for many in (100, 1600, 2**20):
             monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", many)

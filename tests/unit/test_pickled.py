@@ -1,7 +1,6 @@
 """Files of torch.save: every tensor is found where its bytes are, and nothing of a file is run."""
 
 import os
-import pickle
 import random
 import shutil
 import zipfile
@@ -107,43 +106,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a number": (lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file), r"no tensors: 'epoch' \(int\); ex"),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "a pipe": (os.mkfifo, "is no regular file"),
-}
-
-
-def archive(pickled: bytes, records: int = 0) -> Any:
-    """A file of torch.save with another pickle, and records that all lie in the place of the first."""
-
-    def make(file: Path) -> None:
-        with zipfile.ZipFile(file, "w") as new:
-            for name, content in (("data.pkl", pickled), ("version", b"3\n"), ("byteorder", b"little")):
-                new.writestr(f"archive/{name}", content)
-            new.filelist += [new.filelist[0]] * records
-
-    return make
-
-
-DOUBLED = b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(60)) + b"K\x01s."
-"""A dict whose one key is a tuple of two tuples of two tuples of …"""
-
-HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x86R" + b"X\3\0\0\0hex\x86R" * 39 + b"."
-
-OF_ONE_HASH = b"".join(pickle.dumps(i * (2**61 - 1), 2)[2:-1] + b"K\x01" for i in range(11_000))
-"""Keys and values of a dict that would take seconds to make."""
-
-ENDLESS: dict[str, tuple[Any, str]] = {
-    "tuples of tuples": (archive(DOUBLED), "containers hold [0-9,]+ values in 23 levels"),
-    "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
-    "numbers of one hash": (archive(b"\x80\x02}(" + OF_ONE_HASH + b"u."), "more than 10,000 keys are neither texts"),
-    "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
-    "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
-    "a tuple in a tuple in a tuple": (archive(b"\x80\x02K\x01" + b"\x85" * 300 + b"."), "values in 101 levels"),
-    "a memo of 2 GB": (archive(b"\x80\x02]r\xff\xff\xff\x7f."), "remembers is not numbered as torch does"),
-    "records in one place": (archive(DOUBLED, records=50), r"its records hold more than the [\d,]+ bytes"),
     "compressed": (lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED), "is compressed, expected"),
 }
 
 
-@pytest.mark.parametrize(("make", "said"), [*(REFUSED | ENDLESS).values()], ids=[*(REFUSED | ENDLESS)])
+@pytest.mark.parametrize(("make", "said"), [*REFUSED.values()], ids=[*REFUSED])
 def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
     make(tmp_path / "bad.bin")
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -154,8 +121,8 @@ def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
 
 def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None:
     for name in ("scheduler.pt", "rng_state.pth"):
-        archive(DOUBLED)(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name}: .*containers hold"):
+        torch.save(Runs(tmp_path / "ran"), tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: .*could run code"):
             refuse_damage(tmp_path)
         (tmp_path / name).unlink()
     state: dict[str, Any] = {

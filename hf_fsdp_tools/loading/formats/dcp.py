@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
-from hf_fsdp_tools.modeling.pickles import load_pickled, refuse_endless
+from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.stores import at_hand
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
@@ -324,7 +324,6 @@ def _read_metadata(file: Path) -> tuple[dcp.Metadata, int]:
         text = file.read_bytes()
     cure = "Save it again, or give the folder of a Hugging Face checkpoint."
     with library_errors(f"{file}: cannot be read as the metadata of torch.distributed.checkpoint", cure):
-        refuse_endless(text)
         metadata = _Unpickler(io.BytesIO(text)).load()
         if not isinstance(metadata, dcp.Metadata) or not all(type(key) is str for key in metadata.state_dict_metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}, expected metadata of named tensors")

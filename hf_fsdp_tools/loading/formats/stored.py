@@ -11,6 +11,7 @@ import torch
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.text import listed
 
 
@@ -89,21 +90,6 @@ class ChunkedTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockScales:
-    """A stored tensor with one value for each block of a quantised tensor: its scales, as a rule."""
-
-    stored: StoredTensor
-    """The values, row-major."""
-    columns: int
-    """How many blocks lie side by side."""
-    block: tuple[int, int]
-    """Rows and columns of a block; the last blocks of either direction may be short."""
-    bits: int = 0
-    """Bits of each value where a stored element packs one for each row of its block, lowest bits first and offset by
-    half their range; 0 where an element is one value."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class QuantizedTensor:
     """A tensor that is stored as low-precision values and scales per block, seen as the floats that they stand for.
 
@@ -113,29 +99,28 @@ class QuantizedTensor:
 
     key: str
     """The name that the plain tensor would have in the checkpoint."""
-    values: StoredTensor
-    """The low-precision values, row-major."""
-    scales: Mapping[str, BlockScales]
-    """What the rule takes next to the values, by the rule's names."""
-    rule: str
-    """How values and scales become floats (`modeling.float_rules`)."""
-    shape: tuple[int, ...]
-    """Shape of the tensor, dequantised."""
-    columns: int
-    """Values in a row of the matrix."""
-    packed: int = 1
-    """Values in one stored element: of a row, or with `is_packed_down` of a column."""
-    is_packed_down: bool = False
-    """Whether an element packs values of rows that follow each other, the first one in the lowest bits."""
-    is_transposed: bool = False
-    """Whether the last two dimensions of the tensor are those of the matrix exchanged."""
+    form: PackedForm
+    """How it is packed. It passes for a tensor of the form's dtype, and is dequantised to that of its place in memory.
+    """
+    stored: Mapping[str, StoredTensor]
+    """The values ("packed"), and what the rule takes beside them by the rule's names; all row-major."""
     groups: StoredTensor | None = None
-    """The number of the group of each row, where a file says it: as `scales` have it, which its values must show."""
+    """The number of the group of each row, where a file says it: as its scales have it, which its values must show."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the tensor passes for; it is dequantised straight to the dtype of its place in memory."""
-        return torch.bfloat16
+        """The dtype that the tensor passes for."""
+        return self.form.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor, dequantised."""
+        return self.form.shape
+
+    @property
+    def values(self) -> StoredTensor:
+        """The low-precision values."""
+        return self.stored["packed"]
 
     @property
     def file(self) -> Path:
@@ -148,20 +133,19 @@ class QuantizedTensor:
         return self.values.offset
 
     @property
-    def grids(self) -> Mapping[str, BlockScales]:
-        """The scales, and values that are packed down, which lie like such."""
-        if not self.is_packed_down:
-            return self.scales
-        bits = 8 * self.values.dtype.itemsize // self.packed
-        return {
-            "values": BlockScales(stored=self.values, columns=self.columns, block=(self.packed, 1), bits=bits),
-            **self.scales,
-        }
+    def packed(self) -> int:
+        """Values in one stored element: of a row, or of a column where the form's values have `bits`."""
+        return math.prod(self.form.values.block) // self.form.values.elements
+
+    def elements(self, name: str) -> int:
+        """Elements in a row of the values ("packed") or of one kind of scales."""
+        part = self.form.values if name == "packed" else self.form.scales[name]
+        return -(-self.form.columns // part.block[1]) * part.elements
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
         """Everything that is stored of it."""
-        return (self.values, *(s.stored for s in self.scales.values()), *([self.groups] if self.groups else []))
+        return (*self.stored.values(), *([self.groups] if self.groups else []))
 
     @property
     def num_bytes(self) -> int:
@@ -171,7 +155,7 @@ class QuantizedTensor:
     @property
     def strides(self) -> tuple[int, ...]:
         """Steps in the matrix per dimension."""
-        if not self.is_transposed:
+        if not self.form.is_transposed:
             return row_major_strides(self.shape)
         *outer, a, b = self.shape
         *steps, row, one = row_major_strides((*outer, b, a))

@@ -6,19 +6,18 @@ are, bit for bit, what transformers makes of the whole weight.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
 from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 
-P = TypeVar("P")
 T = TypeVar("T")
 
 WORK_BYTES = 32
@@ -47,18 +46,13 @@ class Bounds(NamedTuple):
         return cls(staging_bytes // 8, staging_bytes // 16, staging_bytes // (4 * WORK_BYTES))
 
 
-def batches(
-    items: Iterable[T],
-    num_bytes: int,
-    size_of: Callable[[T], int],
-    kind_of: Callable[[T], object] = lambda item: None,
-) -> Iterator[list[T]]:
-    """Yield neighbours of one kind that together take at most `num_bytes`, or single items."""
+def batches(items: Iterable[T], num_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield neighbours that together take at most `num_bytes`, or single items."""
     group: list[T] = []
     held = 0
     for item in items:
         size = size_of(item)
-        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
+        if group and held + size > num_bytes:
             yield group
             group, held = [], 0
         group.append(item)
@@ -67,30 +61,37 @@ def batches(
         yield group
 
 
-def work_in_windows(
-    windows: Iterable[Sequence[T]],
-    reader: Reader,
-    *,
-    begin: Callable[[Sequence[T]], tuple[list[P], list[Transfer]]],
-    work: Callable[[P], object],
-) -> TransferStats:
-    """Read windows one after the other, and work on each while the next one is read; what reading cost."""
+class Work(Protocol):
+    """Values that are read, and then worked on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory for them."""
+
+    def begin(self) -> Iterable[Transfer]:
+        """Make memory for them; give the transfers that fill it."""
+
+    def finish(self) -> None:
+        """Work on what was read."""
+
+
+def work_in_windows(works: Iterable[Work], reader: Reader, window_bytes: int) -> TransferStats:
+    """Read so many bytes after the other, and work on each while the next ones are read; what reading cost."""
     stats = TransferStats()
-    arrived: list[P] = []
+    arrived: list[Work] = []
 
-    def work_on_arrived() -> None:
-        while arrived:  # each part is forgotten, and its memory freed, when it is done
-            work(arrived.pop(0))
+    def finish_arrived() -> None:
+        while arrived:  # each is forgotten, and its memory freed, when it is done
+            arrived.pop(0).finish()
 
-    for window in windows:
-        parts, transfers = begin(window)
-        wait = reader.begin(transfers)
+    for window in batches(works, window_bytes, lambda work: work.num_bytes):
+        wait = reader.begin([transfer for work in window for transfer in work.begin()])
         try:
-            work_on_arrived()
+            finish_arrived()
         finally:
             stats += wait()
-        arrived = parts
-    work_on_arrived()
+        arrived = window
+    finish_arrived()
     return stats
 
 
@@ -100,17 +101,13 @@ def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes:
         return TransferStats()
     bounds = Bounds.of(parts[0].memory.device, staging_bytes)
     slabs = (_Slab(cut) for part in parts if part.memory.numel() for cut in _cut(part, bounds.part_values))
-    return work_in_windows(
-        batches(slabs, bounds.window_bytes, lambda slab: slab.num_bytes),
-        reader,
-        begin=lambda window: (list(window), [transfer for slab in window for transfer in slab.begin()]),
-        work=lambda slab: slab.finish(),
-    )
+    return work_in_windows(slabs, reader, bounds.window_bytes)
 
 
 def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
     """Yield parts of whole columns and rows, of which each meets at most `many` values; rows are divided first."""
-    view, columns = part.view, part.tensor.columns
+    view, form = part.view, part.tensor.form
+    columns = form.columns
     dims = sorted((d for d, n in enumerate(view.length) if n > 1), key=lambda d: -view.strides[d])
     within = [d for d in dims if view.strides[d] % columns]
     is_regular = view.offset % columns + sum((view.length[d] - 1) * view.strides[d] for d in within) < columns
@@ -124,8 +121,8 @@ def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
     count = max(1, length * many // size) if is_regular else length // 2
     # Cuts between neighbouring rows are cuts between blocks where these are smaller, so that no scale is read twice.
     is_rows = view.strides[dim] == columns
-    grids = part.tensor.grids.values()
-    high = max((grid.block[0] for grid in grids if is_rows and grid.block[0] <= count), default=1)
+    parts = [form.values, *form.scales.values()]
+    high = max((each.block[0] for each in parts if is_rows and each.block[0] <= count), default=1)
     i = 0
     while i < length:
         taken = min(count // high * high - (view.offset // columns + i) % high, length - i)
@@ -145,20 +142,20 @@ class _Slab:
     def __init__(self, part: QuantizedPart) -> None:
         tensor, view = part.tensor, part.view
         self.part = part
-        first_row, self.first = divmod(view.offset, tensor.columns)
+        columns = tensor.form.columns
+        first_row, self.first = divmod(view.offset, columns)
         dims = [d for d, n in enumerate(view.length) if n > 1]
-        self.row_dims = [d for d in dims if not view.strides[d] % tensor.columns]
-        self.column_dims = [d for d in dims if view.strides[d] % tensor.columns]
+        self.row_dims = [d for d in dims if not view.strides[d] % columns]
+        self.column_dims = [d for d in dims if view.strides[d] % columns]
         self.rows = View(
             offset=first_row,
             length=tuple(view.length[d] for d in self.row_dims),
-            strides=tuple(view.strides[d] // tensor.columns for d in self.row_dims),
+            strides=tuple(view.strides[d] // columns for d in self.row_dims),
         )
         self.stop = self.first + sum((view.length[d] - 1) * view.strides[d] for d in self.column_dims) + 1
         self.begin_at = self.first // tensor.packed * tensor.packed
         self.end_at = -(-self.stop // tensor.packed) * tensor.packed
-        for scales in sorted(tensor.scales.values(), key=lambda scales: -scales.block[1]):
-            wide = scales.block[1]
+        for wide in sorted((part.block[1] for part in tensor.form.scales.values()), reverse=True):
             if self.begin_at // wide != (self.end_at - 1) // wide:
                 self.begin_at, self.end_at = self.begin_at // wide * wide, -(-self.end_at // wide) * wide
 
@@ -175,9 +172,10 @@ class _Slab:
     def begin(self) -> Iterator[Transfer]:
         """Make memory for values and scales; yield the transfers that fill it."""
         tensor = self.part.tensor
-        if not tensor.is_packed_down:
+        if not tensor.form.values.bits:
             yield self._of_values()
-        self.grids = {name: _ScalesOfRows(self, grid) for name, grid in tensor.grids.items()}
+        beside = tensor.form.scales if not tensor.form.values.bits else ("packed", *tensor.form.scales)
+        self.grids = {name: _ScalesOfRows(self, name) for name in beside}
         for grid in self.grids.values():
             yield grid.transfer()
 
@@ -188,7 +186,7 @@ class _Slab:
         width = (self.end_at - self.begin_at) // packed * size
         self.values = torch.empty((*self.rows.length, width), dtype=torch.uint8, device=device)
         low, high = self.first // packed, -(-self.stop // packed)
-        row = tensor.columns // packed
+        row = tensor.elements("packed")
         view = View(
             offset=(self.rows.offset * row + low) * size,
             length=(*self.rows.length, (high - low) * size),
@@ -203,11 +201,11 @@ class _Slab:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
         of_rows = {name: grid.of_each_row() for name, grid in self.grids.items()}
-        if tensor.is_packed_down:
-            values = of_rows.pop("values")
+        if "packed" in of_rows:
+            values = of_rows.pop("packed")
         else:
             values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        floats = RULES[tensor.rule](values, of_rows, memory.dtype).contiguous()
+        floats = RULES[tensor.form.rule](values, of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]
@@ -224,22 +222,24 @@ def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_b
         read = [(tensor, stored, torch.empty(stored.shape, dtype=stored.dtype)) for tensor, stored in some]
         stats += reader.read([transfer_of(stored, stored.pieces()[0].view, groups) for _, stored, groups in read])
         for tensor, stored, groups in read:
-            own = torch.arange(len(groups)) // tensor.scales["scale"].block[0]
+            own = torch.arange(len(groups)) // tensor.form.scales["scale"].block[0]
             if not torch.equal(groups, own.to(groups)):
                 raise CheckpointError(f"{stored.file}: {stored.key!r} {BY_ACTIVATION}.")
     return stats
 
 
 class _ScalesOfRows:
-    """The scales of the blocks that a slab meets.
+    """The scales of the blocks that a slab meets; or values that are packed down, which lie like such.
 
     Dimensions of the rows that step by whole blocks are dimensions of the scales too; the others together meet a range
     of rows of blocks.
     """
 
-    def __init__(self, slab: _Slab, scales: BlockScales) -> None:
-        rows, (high, wide) = slab.rows, scales.block
-        self._key, self._stored, self._bits = slab.part.tensor.key, scales.stored, scales.bits
+    def __init__(self, slab: _Slab, name: str) -> None:
+        tensor, rows = slab.part.tensor, slab.rows
+        part = tensor.form.values if name == "packed" else tensor.form.scales[name]
+        (high, wide), columns = part.block, tensor.elements(name)
+        self._key, self._stored, self._bits = tensor.key, tensor.stored[name], part.bits
         self._outer = [d for d, step in enumerate(rows.strides) if not step % high]
         inner = [d for d in range(len(rows.strides)) if d not in self._outer]
         index = torch.tensor(rows.offset)
@@ -249,13 +249,13 @@ class _ScalesOfRows:
         first, last = int(blocks.min()), int(blocks.max())
         self._blocks, self._inner = blocks - first, inner
         self._within = index % high
-        column, stop = slab.begin_at // wide, min(-(-slab.end_at // wide), scales.columns)
+        column, stop = slab.begin_at // wide, min(-(-slab.end_at // wide), columns)
         self._view = View(
-            offset=first * scales.columns + column,
+            offset=first * columns + column,
             length=(*(rows.length[d] for d in self._outer), last + 1 - first, stop - column),
-            strides=(*(rows.strides[d] // high * scales.columns for d in self._outer), scales.columns, 1),
+            strides=(*(rows.strides[d] // high * columns for d in self._outer), columns, 1),
         )
-        self._memory = torch.empty(self._view.length, dtype=scales.stored.dtype, device=slab.part.memory.device)
+        self._memory = torch.empty(self._view.length, dtype=self._stored.dtype, device=slab.part.memory.device)
 
     def transfer(self) -> Transfer:
         """The transfer that reads the scales."""

@@ -5,7 +5,7 @@ bitsandbytes makes of the whole weight; scales are joined before they are quanti
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, keep_part, local_boxes_of, local_parts
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -35,7 +35,7 @@ from hf_fsdp_tools.text import dtype_name, listed_lines
 class Weights4Bit:
     """What fills 4-bit weights next to stored bytes, by the fqns of the plain weights."""
 
-    forms: Mapping[str, PackedForm]
+    forms: Mapping[str, PackedForm] = field(default_factory=dict)
     plain: Mapping[str, PieceTensor] = field(default_factory=dict)
     """The stored weights that are packed while they are read, of shape (out_features, in_features)."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -56,73 +56,60 @@ def match_4bit(
     model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap, index: CheckpointIndex
 ) -> tuple[CheckpointIndex, LoadMap, Weights4Bit]:
     """Index and load map (of plain parameters) in which stored bytes fill 4-bit weights, and what else fills these."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
-    is_stored = bool(getattr(quantizer, "pre_quantized", False))
+    is_stored = bool(getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False))
     plain: dict[str, PieceTensor] = {}
     texts: dict[str, str] = {}
-    bytes_of: dict[str, StoredTensor] = {}
+    tensors: dict[str, Stored] = dict(index.tensors)
     pieces = dict(load_map.tensors)
     problems: list[str] = []
     forms = weights_4bit(model)
     for fqn, form in forms.items():
         if isinstance(state[part_name(fqn, "packed")], LocalBoxes):
             raise ConfigError(f"{fqn!r} is a 4-bit weight that FSDP2 does not shard. Shard the model with shard_model.")
-        tensor = pieces.pop(fqn, None)
+        tensor: Any = pieces.pop(fqn, None)
         if tensor is None:
             problems.append(f"{fqn!r} is not in the checkpoint, and a 4-bit weight cannot be initialised anew")
-        elif is_stored:
-            own, problem = _stored_parts(fqn, form, state, load_map, index)
-            problems += problem
-            for part, stored in own.items():
-                bytes_of[stored.key] = stored
-                pieces[part] = PieceTensor.stored(stored, torch.uint8)
-            texts[fqn] = f"{_source_of(fqn, load_map)}.quant_state.bitsandbytes__{form.rule}"
-            if texts[fqn] not in index.tensors and not problem:
-                problems.append(f"{fqn!r}: {texts[fqn]!r} is missing")
-        else:
-            turned: Any = tensor.t() if form.is_transposed and tensor.dim() == 2 else tensor
-            plain[fqn] = turned
+        elif not is_stored:
+            plain[fqn] = tensor.t() if form.is_transposed and tensor.dim() == 2 else tensor
             problems += _not_plain(fqn, form, plain[fqn], index)
+        else:
+            source = load_map.groups[fqn].members[0][0]
+            texts[fqn] = f"{source}.quant_state.bitsandbytes__{form.rule}"
+            bytes_of, problem = _stored_parts(fqn, form, state, load_map, index)
+            if texts[fqn] not in index.tensors and not problem:
+                problem = f"{fqn!r}: {texts[fqn]!r} is missing"
+            problems += [problem] if problem else []
+            tensors |= {stored.key: stored for stored in bytes_of.values()}
+            pieces |= {part: PieceTensor.stored(stored, torch.uint8) for part, stored in bytes_of.items()}
     if problems:
         raise CheckpointError(
             f"{index.name!r} does not hold the 4-bit weights that the config asks for:\n{listed_lines(problems)}\n"
             "Use the config and the quantization_config that belong to the checkpoint, or leave these layers out "
             "with llm_int8_skip_modules."
         )
-    prefixes = tuple(f"{_source_of(fqn, load_map)}." for fqn in texts)
-    unexpected = {k: v for k, v in load_map.unexpected_keys.items() if not k.startswith(prefixes or ("\0",))}
-    tensors: dict[str, Stored] = {**index.tensors, **bytes_of}
+    beside = tuple(text.partition("quant_state.")[0] for text in texts.values())
+    unexpected = {key: stored for key, stored in load_map.unexpected_keys.items() if not key.startswith(beside)}
     index = replace(index, tensors=MappingProxyType(tensors))
     load_map = replace(load_map, tensors=pieces, unexpected_keys=unexpected)
     return index, load_map, Weights4Bit(forms=forms, plain=plain, texts=texts)
 
 
-def _source_of(fqn: str, load_map: LoadMap) -> str:
-    """The stored key of a packed weight."""
-    return load_map.groups[fqn].members[0][0]
-
-
 def _stored_parts(
-    fqn: str,
-    form: PackedForm,
-    state: Mapping[str, torch.Tensor],
-    load_map: LoadMap,
-    index: CheckpointIndex,
-) -> tuple[dict[str, StoredTensor], list[str]]:
+    fqn: str, form: PackedForm, state: Mapping[str, torch.Tensor], load_map: LoadMap, index: CheckpointIndex
+) -> tuple[dict[str, StoredTensor], str]:
     """Stored values and scales as bytes, by the fqns of the parts that they fill; or what is wrong with them."""
-    source, parts = _source_of(fqn, load_map), {}
-    is_alone = len(load_map.groups[fqn].members) == 1 and load_map.groups[fqn].transform is None
+    group, parts = load_map.groups[fqn], {}
     for name, part in form.parts(fqn).items():
         if name == part_name(fqn, "offset"):  # the text has it
             continue
-        shape = tuple(state[name].shape)
-        stored, look = index.tensors.get(part.key(source)), part.look(shape)
-        if not is_alone or not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != look:
+        key, shape = part.key(group.members[0][0]), tuple(state[name].shape)
+        stored, (dtype, expected) = index.tensors.get(key), part.look(shape)
+        is_alone = len(group.members) == 1 and group.transform is None
+        if not is_alone or not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (dtype, expected):
             found = f"{dtype_name(stored.dtype)} {list(stored.shape)}" if stored else "nothing"
-            expected = f"{dtype_name(look[0])} {list(look[1])}"
-            return {}, [f"{part.key(source)!r}: expected {expected} of a packed weight, found {found}"]
+            return {}, f"{key!r}: expected {dtype_name(dtype)} {list(expected)} of a packed weight, found {found}"
         parts[name] = replace(stored, dtype=torch.uint8, shape=shape)
-    return parts, []
+    return parts, ""
 
 
 def _not_plain(fqn: str, form: PackedForm, tensor: PieceTensor, index: CheckpointIndex) -> Iterator[str]:
@@ -188,109 +175,88 @@ def quantize_weights(
 ) -> TransferStats:
     """Pack weights into their shards, with their scales.
 
-    Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time.
+    Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays on
+    the calling thread and its stream: bitsandbytes packs on the device's default stream.
     """
-    stats = TransferStats()
+    stats = [TransferStats()]
     device = weights[0].device
     bounds = Bounds.of(device, staging_bytes)
+
+    def transfers_of(places: Iterable[Place]) -> list[Transfer]:
+        transfers, quantized = reads_of(places, index)
+        stats.append(dequantize(quantized, reader, staging_bytes=staging_bytes))
+        return transfers
+
     # The scales of one batch of weights are joined together; the batches are the same on every rank.
     for batch in batches(weights, bounds.scale_bytes, lambda share: 4 * share.num_blocks):
         scales = [torch.zeros(share.num_blocks, dtype=torch.float32, device=device) for share in batch]
+        blocks = (
+            _Blocks(share=share, start=start, memory=memory, columns=columns, scales=own, transfers_of=transfers_of)
+            for share, own in zip(batch, scales, strict=True)
+            for start, memory, columns in _runs_of(share, bounds.part_values)
+        )
         with agreed(doing):
-            stats += _pack(batch, scales, index, reader, staging_bytes)
+            stats.append(work_in_windows(blocks, reader, bounds.window_bytes))
         for share, own in zip(batch, scales, strict=True):
             _join_scales(own, share.parts["packed"])
             for name, whole in _parts_of_scales(own, share.form).items():
                 keep_part(share.parts[name], whole)
-    return stats
+    return sum(stats[1:], stats[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Whole blocks that are packed at a time."""
+def _runs_of(share: Share, many: int) -> Iterator[tuple[int, torch.Tensor, slice]]:
+    """Yield runs of at most `many` values of this rank's blocks: the first block, and the bytes of all of them in the
+    shard, of which it may have some columns."""
+    step = max(1, many // share.form.flat_block)
+    for box, memory in local_parts(share.parts["packed"]):
+        for at in range(0, box.length[0], step):
+            yield box.start[0] + at, memory[at : at + step], box.slices[1]
+
+
+@dataclass(kw_only=True)
+class _Blocks:
+    """Whole blocks that are packed at a time (`Work`)."""
 
     share: Share
-    scales: torch.Tensor
-    """Scales of the whole weight."""
     start: int
-    """First block."""
-    stop: int
+    """The first block."""
     memory: torch.Tensor
     """The bytes of these blocks, or some columns of them, in the shard."""
     columns: slice
+    scales: torch.Tensor
+    """Scales of the whole weight."""
+    transfers_of: Callable[[Iterable[Place]], list[Transfer]]
 
     @property
-    def numel(self) -> int:
-        return (self.stop - self.start) * self.share.form.flat_block
+    def num_bytes(self) -> int:
+        return len(self.memory) * self.share.form.flat_block * self.share.form.dtype.itemsize
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.share.form.dtype
+    def begin(self) -> list[Transfer]:
+        form = self.share.form
+        self.values = torch.empty(len(self.memory) * form.flat_block, dtype=form.dtype, device=self.scales.device)
+        return self.transfers_of(_places_of(self.share, self.start * form.flat_block, self.values))
 
+    def finish(self) -> None:
+        """Pack the blocks into the shard, and keep their scales."""
+        from bitsandbytes.functional import quantize_4bit
 
-def _pack(
-    weights: Sequence[Share],
-    scales: Sequence[torch.Tensor],
-    index: CheckpointIndex,
-    reader: Reader,
-    staging_bytes: int,
-) -> TransferStats:
-    """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`.
-
-    Packing stays on the calling thread and its stream: bitsandbytes packs on the device's default stream.
-    """
-    device = scales[0].device
-    bounds = Bounds.of(device, staging_bytes)
-    dequantized = TransferStats()
-
-    def begin(window: Sequence[_Part]) -> tuple[list[tuple[_Part, torch.Tensor]], list[Transfer]]:
-        nonlocal dequantized
-        values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
-        placed = list(zip(window, torch.split(values, [part.numel for part in window]), strict=True))
-        transfers, quantized = reads_of((place for part, region in placed for place in _places_of(part, region)), index)
-        dequantized += dequantize(quantized, reader, staging_bytes=staging_bytes)
-        return placed, transfers
-
-    parts = _parts_of(weights, scales, bounds.part_values)
-    windows = batches(parts, bounds.window_bytes, lambda p: p.numel * p.dtype.itemsize, lambda p: p.dtype)
-    stats = work_in_windows(windows, reader, begin=begin, work=lambda arrived: _pack_part(*arrived))
-    return stats + dequantized
+        form, count = self.share.form, len(self.memory)
+        packed, state = quantize_4bit(
+            self.values, blocksize=form.flat_block, quant_type=form.rule, quant_storage=torch.uint8
+        )
+        self.scales[self.start : self.start + count] = state.absmax
+        self.memory.copy_(packed.view(count, -1)[:, self.columns])
 
 
-def _parts_of(weights: Sequence[Share], scales: Sequence[torch.Tensor], many: int) -> Iterator[_Part]:
-    """Yield this rank's blocks in parts of at most `many` values."""
-    for share, own in zip(weights, scales, strict=True):
-        step = max(1, many // share.form.flat_block)
-        for box, memory in local_parts(share.parts["packed"]):
-            (begin, _), (length, _) = box.start, box.length
-            for at in range(0, length, step):
-                some = memory[at : at + step]
-                start, stop = begin + at, begin + at + len(some)
-                yield _Part(share=share, scales=own, start=start, stop=stop, memory=some, columns=box.slices[1])
-
-
-def _places_of(part: _Part, region: torch.Tensor) -> Iterator[Place]:
+def _places_of(share: Share, first: int, values: torch.Tensor) -> Iterator[Place]:
     """Yield the boxes of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
-    block, columns = part.share.form.flat_block, part.share.form.columns
-    first, stop = part.start * block, part.stop * block
-    at = first
+    columns, at, stop = share.form.columns, first, first + len(values)
     while at < stop:
         row, column = divmod(at, columns)
         rows = 1 if column else max(1, (stop - at) // columns)
         box = Box(start=(row, column), length=(rows, min(columns - column, stop - at)))
-        local = region[at - first :].as_strided(box.length, row_major_strides(box.length))
-        yield local, part.share.plain, box
+        yield values[at - first :].as_strided(box.length, row_major_strides(box.length)), share.plain, box
         at += box.numel
-
-
-def _pack_part(part: _Part, values: torch.Tensor) -> None:
-    """Pack whole blocks into the shard, and keep their scales."""
-    from bitsandbytes.functional import quantize_4bit
-
-    form = part.share.form
-    packed, state = quantize_4bit(values, blocksize=form.flat_block, quant_type=form.rule, quant_storage=torch.uint8)
-    part.scales[part.start : part.stop] = state.absmax
-    part.memory.copy_(packed.view(part.stop - part.start, -1)[:, part.columns])
 
 
 def _join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
@@ -328,38 +294,29 @@ def read_texts(
     """Read what says how stored weights are packed, which must be what the model has; it has the offsets of scales."""
     from bitsandbytes.utils import unpack_tensor_to_dict
 
-    memory = {
-        fqn: torch.empty(index.tensors[key].shape, dtype=index.tensors[key].dtype) for fqn, key in weights.texts.items()
-    }
-    places = [whole_place(tensor, index.tensors[weights.texts[fqn]]) for fqn, tensor in memory.items()]
-    stats = reader.read(reads_of(places, index)[0])
-    for fqn, tensor in memory.items():
-        form = weights.forms[fqn]
-        wanted: dict[str, Any] = {
-            "quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]
-        }  # fmt: skip
-        if "offset" in form.scales:
-            wanted["nested_blocksize"] = NESTED_BLOCKSIZE
-        try:
-            text: dict[str, Any] = unpack_tensor_to_dict(tensor)
-            found = {name: text[name] for name in wanted}
-            found["shape"] = list(found["shape"])
-            offset = float(text["nested_offset"]) if "offset" in form.scales else None
-            if not math.isfinite(offset or 0):
-                raise ValueError(f"nested_offset is {offset}")
-            nested = local_parts(state[part_name(fqn, "nested scale")]) if "offset" in form.scales else ()
-            if not all(part.contiguous().view(torch.float32).isfinite().all() for _, part in nested):
-                raise ValueError("nested_absmax holds values that are not finite")
-        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{index.name!r}: {weights.texts[fqn]!r} does not say how a weight is packed "
-                f"({type(error).__name__}: {error}). Download or save the checkpoint again."
-            ) from error
+    stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
+    memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
+    stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
+    for fqn, text in memory.items():
+        form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
+        wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
+        wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
+        with library_errors(f"{name} does not say how a weight is packed", "Download or save the checkpoint again."):
+            said: dict[str, Any] = unpack_tensor_to_dict(text)
+            found = {key: list(said[key]) if key == "shape" else said[key] for key in wanted}
+            offset = torch.tensor([[float(said.get("nested_offset", math.nan))]])
         if found != wanted:
             raise CheckpointError(
-                f"{index.name!r}: {weights.texts[fqn]!r} belongs to a weight with {found}, expected {wanted}. Use the "
-                "config that belongs to the checkpoint."
+                f"{name} belongs to a weight with {found}, expected {wanted}. Use the config that belongs to the "
+                "checkpoint."
             )
-        if offset is not None:
-            keep_part(state[part_name(fqn, "offset")], torch.tensor([[offset]]).view(torch.uint8))
+        if "offset" in form.scales:
+            nested = local_parts(state[part_name(fqn, "nested scale")])
+            floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
+            if not all(bool(each.isfinite().all()) for each in floats):
+                raise CheckpointError(
+                    f"{name}: its nested_offset or nested_absmax holds values that are not finite. Download or save "
+                    "the checkpoint again."
+                )
+            keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
     return stats

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import transformers
@@ -31,8 +30,9 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.configs import stored_quantization
+from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters, plain_parameters
-from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.text import listed
 
 
@@ -81,8 +81,7 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
             f"({dequantized.method}): they are tied, tables, or joined by a conversion that cuts blocks. Leave "
             "dequantize out."
         )
-    shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
-    pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
+    pack(model, {key: each.form for key, each in kept.items()})
     check_experts(model)
     model.requires_grad_(False)
 
@@ -95,13 +94,14 @@ def kept_parameters(
     traced: dict[str, Mapping[str, Mapping[str, PieceTensor]]] = {}
     for key, tensor in plain.items():
         members = _members(index, load_map, key)
-        if not members or any(_look_of(each) != _look_of(members[0]) for each in members):
+        forms = [replace(each.form, shape=tuple(tensor.shape), dtype=tensor.dtype) for each in members]
+        if not members or any(form != forms[0] for form in forms):
             continue
-        group, scales = load_map.groups[key], members[0].scales
+        group, form = load_map.groups[key], forms[0]
         if group.target not in traced:
-            traced[group.target] = {name: _traced(model, group, members, name) for name in ("packed", *scales)}
+            with original_classes(model):
+                traced[group.target] = {name: _traced(model, group, members, name) for name in members[0].stored}
         bytes_of = {part_name(key, name): parts[key] for name, parts in traced[group.target].items() if key in parts}
-        form = _form(members[0], tensor)
         if bytes_of.keys() == form.parts(key).keys() and _fits(form, list(bytes_of.values()), members):
             found[key] = Kept(form=form, bytes_of=bytes_of, members=tuple(members))
     return found
@@ -123,7 +123,7 @@ def with_bytes(model: nn.Module, index: CheckpointIndex, load_map: LoadMap) -> t
     for each in kept.values():
         pieces |= each.bytes_of
         for member in each.members:
-            tensors |= {(stored := _as_bytes(member, name)).key: stored for name in ("packed", *member.scales)}
+            tensors |= {(stored := _as_bytes(member, name)).key: stored for name in member.stored}
     index = replace(index, tensors=MappingProxyType(tensors))
     return index, replace(load_map, tensors=pieces)
 
@@ -144,7 +144,7 @@ def _traced(
 
     It sees the dimensions in the order of the plain tensors.
     """
-    is_transposed = members[0].is_transposed
+    is_transposed = members[0].form.is_transposed
     symbols = {each.key: PieceTensor.stored(_as_bytes(each, name), torch.uint8) for each in members}
     try:
         found = convert_group(model, group, {key: exchanged(each, is_transposed) for key, each in symbols.items()})
@@ -153,55 +153,22 @@ def _traced(
         return {}
 
 
-def _look_of(tensor: QuantizedTensor) -> object:
-    """What tensors that go into one parameter must have in common."""
-    scales = {name: (s.stored.dtype, len(s.stored.shape), s.block, s.bits) for name, s in tensor.grids.items()}
-    return tensor.rule, tensor.is_transposed, tensor.packed, tensor.values.dtype, len(tensor.values.shape), scales
-
-
-def _form(tensor: QuantizedTensor, plain: torch.Tensor) -> PackedForm:
-    def part(stored: StoredTensor, **look: Any) -> PackedPart:
-        name = stored.key.removeprefix(tensor.key)
-        name = name if stored.key.startswith(tensor.key) else f".{stored.key.rpartition('.')[2]}"
-        return PackedPart(name=name, dtype=stored.dtype, ndim=len(stored.shape), **look)
-
-    values, down = tensor.values, tensor.grids.get("values")
-    return PackedForm(
-        shape=tuple(plain.shape),
-        dtype=plain.dtype,
-        rule=tensor.rule,
-        is_transposed=tensor.is_transposed,
-        values=part(values, block=down.block if down else (1, values.shape[-1]), bits=down.bits if down else 0),
-        scales={name: part(s.stored, block=s.block, bits=s.bits) for name, s in tensor.scales.items()},
-    )
-
-
 def _as_bytes(tensor: QuantizedTensor, name: str) -> StoredTensor:
     """Values ("packed") or scales of a quantised tensor as bytes, (…, rows, bytes)."""
-    grid = tensor.grids.get("values" if name == "packed" else name)
-    stored = tensor.values if grid is None else grid.stored
-    outer = tensor.shape[:-2]
-    width = (tensor.columns // tensor.packed if grid is None else grid.columns) * stored.dtype.itemsize
+    stored, outer = tensor.stored[name], tensor.shape[:-2]
+    width = tensor.elements(name) * stored.dtype.itemsize
     rows = stored.num_bytes // max(1, width * math.prod(outer))
     return replace(stored, dtype=torch.uint8, shape=(*outer, rows, width))
 
 
 def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[QuantizedTensor]) -> bool:
-    """Whether the bytes have the form's rows, columns and blocks, and no conversion has cut through a block."""
-    rows, columns, outer = form.rows, form.columns, form.shape[:-2]
-    first = members[0]
-    shapes = [
-        (*outer, -(-rows // form.values.block[0]), _as_bytes(first, "packed").shape[-1] * columns // first.columns)
-    ]
-    for part in form.scales.values():
-        high, wide = part.block
-        blocks = -(-rows // high), -(-columns // wide)
-        shapes.append((*outer, blocks[0], blocks[1] * part.dtype.itemsize))
-        for each in members:
-            own_rows = each.shape[-1 if each.is_transposed else -2]
-            if (own_rows % high and own_rows != rows) or (each.columns % wide and each.columns != columns):
+    """Whether the bytes have the form's shapes, and no conversion has cut through a block."""
+    rows, columns = form.matrix()
+    for high, wide in (part.block for part in form.scales.values()):
+        for own_rows, across in (each.form.matrix() for each in members):
+            if (own_rows % high and own_rows != rows) or (across % wide and across != columns):
                 return False
-    if any(part.pieces is None or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
+    if any(part.pieces is None or part.shape != own for part, own in zip(parts, form.shapes("").values(), strict=True)):
         return False
     blocks_of = {part.block for part in form.scales.values()}
     down = form.values.block[0]
@@ -216,7 +183,7 @@ def _moves_blocks(values: PieceTensor, high: int, wide: int, members: Sequence[Q
     for piece in values.pieces or ():
         each = next(each for each in members if each.values.key == piece.source)
         *_, rows, width = _as_bytes(each, "packed").shape
-        across = max(1, wide * width // each.columns)
+        across = max(1, wide * width // each.form.columns)
         row, column = divmod(piece.view.offset % (rows * width), width)
         places, (count, _) = (row, piece.box.start[-2]), piece.box.length[-2:]
         is_whole = high >= rows or high == 1

@@ -8,18 +8,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap
-from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, Stored, StoredTensor
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _FINE_GRAINED, _MXFP4, _COMPRESSED = ("fp8", "mxfp8"), ("mxfp4",), ("compressed-tensors",)
-_OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
+OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
     "awq": {"gemm": {4: "awq int4"}},
     "gptq": {"gptq": {4: "gptq int4", 8: "gptq int8"}, "gptq_v2": {4: "packed int4", 8: "packed int8"}},
 }
@@ -83,7 +84,7 @@ def with_floats(
     """
     _refuse_transforms(index, quantization or {})
     method = method_of(quantization)
-    if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *_OF_LINEAR):
+    if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *OF_LINEAR):
         return index, None
     finder = _Finder(index.tensors, method, quantization or {})
     tensors_by_key = {tensor.key: tensor for tensor in finder.quantized}
@@ -129,9 +130,9 @@ def scaled_as_converted(index: CheckpointIndex, load_map: LoadMap) -> Checkpoint
     """
     taken = {key for group in load_map.groups.values() if group.transform is not None for key, _ in group.members}
     changed = {
-        key: replace(tensor, rule="scaled in fp32")
+        key: replace(tensor, form=replace(tensor.form, rule="scaled in fp32"))
         for key, tensor in index.tensors.items()
-        if key in taken and isinstance(tensor, QuantizedTensor) and tensor.rule == "scaled"
+        if key in taken and isinstance(tensor, QuantizedTensor) and tensor.form.rule == "scaled"
         if tensor.values.dtype in _FP8
     }
     return replace(index, tensors=MappingProxyType({**index.tensors, **changed})) if changed else index
@@ -171,7 +172,7 @@ class _Finder:
 
     def _left_over(self) -> Iterator[str]:
         """Yield scales that belong to no values."""
-        of_linear = (".scales", ".qzeros") if self._method in _OF_LINEAR else ()
+        of_linear = (".scales", ".qzeros") if self._method in OF_LINEAR else ()
         for key, tensor in self._tensors.items():
             if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales", *of_linear)):
                 continue
@@ -194,7 +195,7 @@ class _Finder:
         if name == "weight_packed" and self._method in _COMPRESSED:
             make = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
             return None if make is None else make(values, f"{module}.weight")
-        if name == "qweight" and self._method in _OF_LINEAR and values.dtype == torch.int32:
+        if name == "qweight" and self._method in OF_LINEAR and values.dtype == torch.int32:
             return self._of_linear(values, module)
         if values.dtype not in (*_FP8, torch.int8):
             return None
@@ -215,13 +216,12 @@ class _Finder:
         _expect(scales, (*_SCALES, *_EXPONENTS))
         block = _block("weight_block_size", self._config.get("weight_block_size"))
         shape = _shape(values, packed)
-        grid = _grid(shape, scales, block, packed)
-        if block and (counts := _counts(shape, block)) == _counts(shape, grid.block):
-            differs = (
-                n > 1 and own != configured for n, own, configured in zip(counts, grid.block, block, strict=True)
-            )
-            self.other_blocks += [values.key] if any(differs) else []
-        return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", packed)
+        own = _block_of(shape, scales, block, packed)
+        counts = [[-(-n // size) for n, size in zip(shape[-2:], each, strict=True)] for each in (own, block) if each]
+        if counts[0] == counts[-1] and any(n > 1 and a != b for n, a, b in zip(counts[0], own, block, strict=False)):
+            self.other_blocks.append(values.key)
+        beside = {"scale": Beside(scales, own)}
+        return quantized_tensor(values.key, "scaled in fp32", shape, values, beside, packed=packed)
 
     def _compressed(
         self, values: StoredTensor, scales: StoredTensor, zero_points: StoredTensor | None
@@ -230,13 +230,14 @@ class _Finder:
         _expect(scales, _SCALES)
         sizes = (weights.get("block_structure") for _, weights in _groups(self._config))
         block = next((_block("block_structure", size) for size in sizes if size), ())
-        grids = {"scale": _grid(values.shape, scales, block, 1, config_first=True)}
+        block = _block_of(values.shape, scales, block, 1, config_first=True)
+        beside = {"scale": Beside(scales, block)}
         if zero_points is not None:
             _expect(zero_points, (values.dtype,))
             if zero_points.shape != scales.shape:
                 raise _DoesNotFit(f"its zero points are {list(zero_points.shape)}, its scales {list(scales.shape)}")
-            grids["zero point"] = replace(grids["scale"], stored=zero_points)
-        return _tensor(values.key, values, grids, "scaled", 1)
+            beside["zero point"] = Beside(zero_points, block)
+        return quantized_tensor(values.key, "scaled", values.shape, values, beside)
 
     def _packed(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
         """Integers, several to an int32, with scales per channel or group; zero points are packed along the rows."""
@@ -250,18 +251,18 @@ class _Finder:
         _expect(scales, _SCALES)
         packed = 32 // bits
         shape = _shape(values, packed)
-        grids = {"scale": _grid(shape, scales, (), packed)}
+        high, wide = _block_of(shape, scales, (), packed)
+        beside = {"scale": Beside(scales, (high, wide))}
         zero_points = self._tensors.get(f"{key}_zero_point")
         if zero_points is not None:
             _expect(zero_points, (torch.int32,))
-            grid = grids["scale"]
-            if grid.block[0] > 1 or _row_major(zero_points).shape != (-(-shape[0] // packed), grid.columns):
+            if high > 1 or zero_points.shape != (-(-shape[0] // packed), -(-shape[1] // wide)):
                 raise _DoesNotFit(
                     f"its zero points {zero_points.key!r} are {list(zero_points.shape)}, its scales "
                     f"{list(scales.shape)}; expected one word for each {packed} rows of them"
                 )
-            grids["zero point"] = replace(grid, stored=zero_points, block=(packed, grid.block[1]), bits=bits)
-        return _tensor(key, values, grids, f"packed int{bits}", packed)
+            beside["zero point"] = Beside(zero_points, (packed, wide), bits)
+        return quantized_tensor(key, f"packed int{bits}", shape, values, beside, packed=packed)
 
     def _of_linear(self, values: StoredTensor, module: str) -> QuantizedTensor:
         """Integers of GPTQ or AWQ: a weight as [in, out], with scales and zero points for groups along `in`.
@@ -271,9 +272,9 @@ class _Finder:
         config, is_awq = self._config, self._method == "awq"
         named = (str(config[name]).lower() for name in ("checkpoint_format", "version", "format") if config.get(name))
         kind = "llm-awq" if config.get("backend") == "llm-awq" else next(named, "gemm" if is_awq else "gptq")
-        rules = _OF_LINEAR[str(self._method)].get(kind)
+        rules = OF_LINEAR[str(self._method)].get(kind)
         if rules is None:
-            known = " or ".join(_OF_LINEAR[str(self._method)])
+            known = " or ".join(OF_LINEAR[str(self._method)])
             raise _DoesNotFit(f"the config's format is {quoted(kind)}, expected {known}; {_DO_ONCE}")
         scales, zeros = self._beside(module, "scales", _SCALES), self._beside(module, "qzeros", (torch.int32,))
         groups = self._beside(module, "g_idx", (torch.int32,)) if f"{module}.g_idx" in self._tensors else None
@@ -293,19 +294,18 @@ class _Finder:
         if type(size) is not int or size < -1:
             raise _DoesNotFit(f"the config's group_size is {quoted(size)}, expected -1 or a number above 0")
         block = (rows if size < 0 else size, 1)
-        scale = _grid((rows, columns), scales, block if size else (), 1, config_first=True)
-        if config.get("desc_act") and not is_awq and scale.block[0] < rows:
+        high, _ = _block_of((rows, columns), scales, block if size else (), 1, config_first=True)
+        if config.get("desc_act") and not is_awq and high < rows:
             raise _DoesNotFit(f"the config's desc_act {BY_ACTIVATION}")
-        zero = BlockScales(stored=_row_major(zeros), columns=zeros.shape[1], block=(scale.block[0], packed))
-        return QuantizedTensor(
-            key=f"{module}.weight",
-            values=_row_major(values),
-            scales={"scale": scale, "zero point": zero},
-            rule=rules[bits],
-            shape=(columns, rows),
-            columns=columns,
+        beside = {"scale": Beside(scales, (high, 1)), "zero point": Beside(zeros, (high, packed))}
+        return quantized_tensor(
+            f"{module}.weight",
+            rules[bits],
+            (columns, rows),
+            values,
+            beside,
             packed=packed,
-            is_packed_down=not is_awq,
+            is_down=not is_awq,
             is_transposed=True,
             groups=groups,
         )
@@ -327,10 +327,10 @@ class _Finder:
             raise _DoesNotFit(f"it has no {key + '_global_scale'!r} next to it")
         _expect(of_weight, (torch.float32,))
         if of_weight.shape != (1,):
-            raise _DoesNotFit(f"{of_weight.key!r} next to it is {list(of_weight.shape)}, expected one number, [1]")
-        stored = {"scale": scales, "global scale": of_weight}
-        grids = {name: _grid(_shape(values, 2), each, (), 2) for name, each in stored.items()}
-        return _tensor(key, values, grids, "nvfp4", 2)
+            raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
+        shape, stored = _shape(values, 2), {"scale": scales, "global scale": of_weight}
+        beside = {name: Beside(each, _block_of(shape, each, (), 2)) for name, each in stored.items()}
+        return quantized_tensor(key, "nvfp4", shape, values, beside, packed=2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
@@ -345,34 +345,21 @@ class _Finder:
                 f"{list(scales.shape)}"
             )
         experts, rows, blocks, size = values.shape
-        grid = BlockScales(stored=scales, columns=blocks, block=(1, 2 * size))
-        columns = 2 * blocks * size
-        return QuantizedTensor(
-            key=values.key.removesuffix("_blocks"),
-            values=_row_major(values),
-            scales={"scale": grid},
-            rule="mxfp4",
-            shape=(experts, columns, rows),
-            columns=columns,
-            packed=2,
-            is_transposed=True,
-        )
+        key, shape = values.key.removesuffix("_blocks"), (experts, 2 * blocks * size, rows)
+        beside = {"scale": Beside(scales, (1, 2 * size))}
+        return quantized_tensor(key, "mxfp4", shape, values, beside, packed=2, of_block=size, is_transposed=True)
 
 
-def _counts(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
-    """How many blocks of that size a matrix has, down and across."""
-    return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
-
-
-def _grid(
+def _block_of(
     shape: tuple[int, ...],
     scales: StoredTensor,
     config_block: tuple[int, ...],
     packed: int,
     *,
     config_first: bool = False,
-) -> BlockScales:
-    """On which blocks of a weight its scales lie: by their number, as in transformers, else as the config says.
+) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale: by the number of scales, as in transformers, else as the config
+    says.
 
     With `config_first` (compressed-tensors), the config decides where it fits.
     """
@@ -381,18 +368,18 @@ def _grid(
     *outer, rows, columns = shape
     count, counts = math.prod(outer), _row_major(scales).shape
     if math.prod(counts) == 1:
-        return BlockScales(stored=scales, columns=1, block=(count * rows, columns))
+        return count * rows, columns
     if len(counts) == 1 and outer and counts[0] == count:  # a scale for each matrix
-        return BlockScales(stored=scales, columns=1, block=(rows, columns))
+        return rows, columns
     down, across = counts[-2:] if len(counts) > 1 else (0, 0)
     is_complete = down > 0 and across > 0 and math.prod(counts[:-2]) == count
     high, wide = config_block or (0, 0)
     config_fits = high > 0 and (-(-rows // high), -(-columns // wide)) == (down, across)
     is_even = is_complete and not rows % down and not columns % across and not columns // across % packed
     if is_even and not (config_first and config_fits):
-        return BlockScales(stored=scales, columns=across, block=(rows // down, columns // across))
+        return rows // down, columns // across
     if is_complete and config_fits and not (outer and rows % high) and not wide % packed:
-        return BlockScales(stored=scales, columns=across, block=(high, wide))
+        return high, wide
     raise _DoesNotFit(
         f"its scales {scales.key!r} {list(counts)} lie on no blocks of it"
         + (f", nor on blocks of {high} x {wide} as the config says" if config_block else "")
@@ -401,9 +388,9 @@ def _grid(
 
 def _method_by_rule(tensor: QuantizedTensor) -> str:
     """The name of the method of a quantised weight in a checkpoint whose config names none."""
-    if tensor.rule == "scaled in fp32":
+    if tensor.form.rule == "scaled in fp32":
         return "fp8" if tensor.packed == 1 else "fp4"
-    return "mxfp4" if tensor.rule == "mxfp4" else "compressed-tensors"
+    return "mxfp4" if tensor.form.rule == "mxfp4" else "compressed-tensors"
 
 
 def _shape(values: StoredTensor, packed: int) -> tuple[int, ...]:
@@ -411,19 +398,47 @@ def _shape(values: StoredTensor, packed: int) -> tuple[int, ...]:
     return (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
 
 
-def _tensor(
-    key: str, values: StoredTensor, scales: Mapping[str, BlockScales], rule: str, packed: int
+class Beside(NamedTuple):
+    """Scales or the like of a quantised weight."""
+
+    stored: StoredTensor
+    block: tuple[int, int]
+    bits: int = 0
+
+
+def quantized_tensor(
+    key: str,
+    rule: str,
+    shape: tuple[int, ...],
+    values: StoredTensor,
+    beside: Mapping[str, Beside],
+    *,
+    packed: int = 1,
+    is_down: bool = False,
+    of_block: int = 1,
+    is_transposed: bool = False,
+    groups: StoredTensor | None = None,
 ) -> QuantizedTensor:
-    shape = _shape(values, packed)
-    return QuantizedTensor(
-        key=key,
-        values=_row_major(values),
-        scales=MappingProxyType(dict(scales)),
-        rule=rule,
+    """A quantised weight of that many values in a stored element, of a row or (`is_down`) of a column; `of_block`:
+    elements of a block that has a dimension of its own."""
+
+    def part(stored: StoredTensor, block: tuple[int, int], bits: int = 0, elements: int = 1) -> PackedPart:
+        name = stored.key.removeprefix(key) if stored.key.startswith(key) else f".{stored.key.rpartition('.')[2]}"
+        ndim = len(_row_major(stored).shape)
+        return PackedPart(name=name, dtype=stored.dtype, ndim=ndim, block=block, bits=bits, elements=elements)
+
+    form = PackedForm(
         shape=shape,
-        columns=shape[-1],
-        packed=packed,
+        dtype=torch.bfloat16,
+        rule=rule,
+        is_transposed=is_transposed,
+        values=part(values, (packed, 1), 32 // packed)
+        if is_down
+        else part(values, (1, packed * of_block), 0, of_block),
+        scales={name: part(*each) for name, each in beside.items()},
     )
+    stored = {"packed": values} | {name: each.stored for name, each in beside.items()}
+    return QuantizedTensor(key=key, form=form, stored=stored, groups=groups)
 
 
 def _row_major(tensor: StoredTensor) -> StoredTensor:

@@ -12,11 +12,11 @@ from transformers import initialization
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import pack, packed_parameters
-from hf_fsdp_tools.modeling.packed_forms import stored_forms
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import QUANTIZED, make_quantized
@@ -57,7 +57,7 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     real, estimated = build_meta_model(folder), build_meta_model(folder)
     keep_stored(real, CheckpointIndex.open(folder))
     add_to_note(estimated, stored_quantization={**QUANTIZED[kind][2], **SAYS.get(kind, {})})
-    pack(estimated, stored_forms(estimated))
+    keep_by_config(estimated)
     found, expected = packed_parameters(estimated), packed_parameters(real)
     if "fp4" in kind:
         found, expected = ({key: in_one_byte(form) for key, form in each.items()} for each in (found, expected))
@@ -68,7 +68,7 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
 
 def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monkeypatch):
     model = llama(**FP8)
-    pack(model, stored_forms(model))
+    keep_by_config(model)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(1)
@@ -86,7 +86,7 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
     config = QUANTIZED["fp8"][0]().config
     config.quantization_config = QUANTIZED["fp8"][2]
     model = build_meta_model(config)
-    pack(model, stored_forms(model))
+    keep_by_config(model)
     monkeypatch.setattr(PackedForm, "floats", None)
     initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
@@ -108,7 +108,8 @@ def of_group(**weights: Any) -> dict[str, Any]:
 
 def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are_refused():
     def packed(**quantization: Any) -> set[str]:
-        return {fqn.removeprefix("model.layers.") for fqn in stored_forms(llama(**quantization))}
+        keep_by_config(model := llama(**quantization))
+        return {fqn.removeprefix("model.layers.") for fqn in packed_parameters(model)}
 
     every = packed(**FP8)
     assert len(every) == 14 and not any("lm_head" in fqn for fqn in every)
@@ -123,16 +124,18 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
     sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=131, num_local_experts=2)
     config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
-    assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
+    keep_by_config(model := build_meta_model(config))
+    assert len(packed_parameters(model)) == 6  # of 96 rows two blocks of 48, as transformers takes them
     config.intermediate_size = 97
-    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot be kept as stored"):
-        stored_forms(build_meta_model(config))
+    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM cannot be kept as stored"):
+        keep_by_config(build_meta_model(config))
     for size in ([32, 16], "32x16"):
         config = of_group(num_bits=8, type="float", strategy="block", block_structure=size)
-        found = stored_forms(llama(**config | {"format": "float-quantized"}))
-        form, shapes = found["model.layers.0.mlp.up_proj.weight"]
+        keep_by_config(model := llama(**config | {"format": "float-quantized"}))
+        form = packed_parameters(model)["model.layers.0.mlp.up_proj.weight"]
         assert form.rule == "scaled" and form.scales["scale"].block == (32, 16)
-        assert [*shapes.values()] == [(96, 64), (3, 4 * 2)], "bytes of values, and of scales of 16 bits"
+        shapes = [tuple(each.shape) for each in model.model.layers[0].mlp.up_proj.parameters()]
+        assert shapes == [(96, 64), (3, 4 * 2)], "bytes of values, and of scales of 16 bits"
 
 
 @pytest.mark.parametrize(
@@ -148,11 +151,15 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
         ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot be kept as stored"),
         (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
         (of_group(actorder="group"), "actorder group) cannot be kept as stored"),
+        (
+            of_group(group_size=7),
+            "into whose layers compressed-tensors as the config has it does not fit, cannot be kept",
+        ),
     ],
 )
 def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):
     with pytest.raises(ConfigError) as caught:
-        stored_forms(llama(**quantization))
+        keep_by_config(llama(**quantization))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
