@@ -119,7 +119,7 @@ class Match:
     load_map: LoadMap
     """Where each tensor of the model comes from, by transformers' conversions."""
     weights_4bit: Weights4Bit
-    """What fills 4-bit weights of bitsandbytes beside."""
+    """What fills 4-bit weights of bitsandbytes."""
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]

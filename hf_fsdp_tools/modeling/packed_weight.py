@@ -217,7 +217,7 @@ Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a packed weight is beside its tensors, which are the factors that adapters add, and values and scales."""
+    """What a packed weight is, but for its tensors, which are the factors that adapters add, and values and scales."""
 
     form: PackedForm
     dtype: torch.dtype

@@ -77,7 +77,7 @@ class CastWeights:
             self.restore()
 
     def cast_again(self, module: Any, args: object, kwargs: object) -> None:
-        """Let the copies be made again where a module's pass is computed again: transformers' blocks checkpoint their
+        """Let the copies be made once more where a module's pass is recomputed: transformers' blocks checkpoint their
         `forward`, around which no hook runs then. A hook before each pass, as scripts turn checkpointing on later."""
         run = getattr(module, "_gradient_checkpointing_func", None)
         if run is not None and not (isinstance(run, _CastAgain) and run.cast is self):
@@ -104,7 +104,7 @@ class CastWeights:
 
 @dataclass(frozen=True)
 class _CastAgain:
-    """What checkpoints a pass, with weights in the dtype of computation when it is computed again."""
+    """What checkpoints a pass, with weights in the dtype of computation when it is recomputed."""
 
     run: Callable[..., Any]
     cast: CastWeights

@@ -116,7 +116,7 @@ _BUCKET = 25 * 2**20  # Bytes that DDP reduces at once (`bucket_cap_mb=25` of `D
 
 
 class _WholeGradients:
-    """Gradients of parameters that every rank holds whole: beside shards they are averaged after each backward pass,
+    """Gradients of parameters that every rank holds whole: next to shards they are averaged after each backward pass,
     without FSDP as by DDP with `gradient_as_bucket_view`, whose buckets are there from the beginning."""
 
     def __init__(self, writer: EventWriter, parameters: list[Parameter], setup: TrainingSetup) -> None:

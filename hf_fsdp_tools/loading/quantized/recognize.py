@@ -327,7 +327,7 @@ class _Finder:
             raise _DoesNotFit(f"it has no {key + '_global_scale'!r} next to it")
         _expect(of_weight, (torch.float32,))
         if of_weight.shape != (1,):
-            raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
+            raise _DoesNotFit(f"{of_weight.key!r} next to it is {list(of_weight.shape)}, expected one number, [1]")
         shape, stored = _shape(values, 2), {"scale": scales, "global scale": of_weight}
         beside = {name: Beside(each, _block_of(shape, each, (), 2)) for name, each in stored.items()}
         return quantized_tensor(key, "nvfp4", shape, values, beside, packed=2)
