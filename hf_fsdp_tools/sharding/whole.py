@@ -6,7 +6,7 @@ and gradients reach the weights through the cast.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ class CastWeights:
         """Yield the weights that have another dtype, each with where it is registered."""
         for module, name in self._places:
             weight = module._parameters.get(name)
-            if weight is not None and weight.dtype != self._dtype:
+            if weight is not None and weight.is_floating_point() and weight.dtype != self._dtype:
                 yield module._parameters, name, weight
 
     def sizes(self) -> dict[int, int]:
@@ -130,7 +130,7 @@ class Whole(Feature):
         names = sorted(name for unit in sharding.plan.units for name in unit.modules)
         units = dict.fromkeys(modules[name] for name in names)
         if policy.param_dtype is not None:
-            yield from _hooks_of_weights(model, units, policy.param_dtype, stay={*replicated, *in_fp32})
+            yield from hooks_of_weights(model, units, policy.param_dtype, stay={*replicated, *in_fp32})
         yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         if policy.output_dtype is not None:
             yield from (Hook(unit, Phase.OUTPUT, partial(_all_in, dtype=policy.output_dtype)) for unit in units)
@@ -142,8 +142,8 @@ def _all_in(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype)
     return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, output)
 
 
-def _hooks_of_weights(
-    model: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, stay: set[torch.Tensor]
+def hooks_of_weights(
+    model: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, stay: Collection[torch.Tensor] = ()
 ) -> Iterator[Hook]:
     """Yield the hooks that cast weights, and note what they cast: those of a checkpointed block together, or of a unit
     with children, and others of each module."""

@@ -71,7 +71,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     if setup.activation_checkpointing:
         checkpoint_activations(model, setup.recompute)
     model.config.use_cache = False
-    if setup.is_plain:
+    if setup.wrapping == "none":
         modules = dict(model.named_modules())
         units = [modules[name] for unit in plan.units for name in sorted(unit.modules)]
         casts = [*casts_of_weights(model, units, setup)]
@@ -94,7 +94,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
 
     def step() -> None:
         for left in reversed(range(setup.gradient_accumulation_steps)):
-            if not setup.is_plain:
+            if setup.wrapping != "none":
                 model.set_requires_gradient_sync(setup.sync_each_batch or not left)
             model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

@@ -2,7 +2,7 @@
 imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
@@ -35,6 +34,7 @@ from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
 from hf_fsdp_tools.sharding.phases import Hook, Phase, install
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
+from hf_fsdp_tools.sharding.whole import CastWeights, hooks_of_weights
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = 4
@@ -205,49 +205,12 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
 
 
 def casts_of_weights(model: nn.Module, units: Iterable[nn.Module], setup: TrainingSetup) -> Iterator[Hook]:
-    """Yield the hooks that cast the weights of a plain model: those of a block when it runs, others when the module
-    that has them does, and a head's in the model, since a chunked loss reads it without a call. A block that recomputes
-    casts in what it recomputes. Without FSDP, the cache of autocast keeps all until the forward pass ends."""
-    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
-    caster: dict[nn.Module, nn.Module] = {}
-    for unit in (*blocks, *units):  # an outer one before those inside it
-        for module in unit.modules() if unit is not model and any(unit.children()) else ():
-            caster.setdefault(module, unit)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    tied = set(head.parameters()) if isinstance(head, nn.Module) else set()
-    places = grouped(
-        (model if at_once or weight in tied else caster.get(module, module), (module, name))
-        for at_once in ([True] * (setup.wrapping == "none") + [False])
-        for module in model.modules()
-        for name, weight in module._parameters.items()
-        if weight is not None and weight.is_floating_point()
-    )
-    block: Any
-    for block, own in places.items():
-        cast = partial(_cast, own, DTYPES[setup.mixed_precision])
-        if block in blocks:
-            block._gradient_checkpointing_func = partial(_run_inside, cast, block._gradient_checkpointing_func)
-        else:
-            yield Hook(block, Phase.CONTEXT, cast)
-
-
-def _run_inside(cast: Callable[[], Any], run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Checkpoint a forward pass with the casts inside it."""
-    return run(cast()(forward), *args)
-
-
-@contextmanager
-def _cast(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> Iterator[None]:
-    """A block in which copies of a dtype stand in the places of weights that have another."""
-    weights: dict[tuple[nn.Module, str], Any] = {(module, name): module._parameters[name] for module, name in places}
-    copies = {weight: weight.to(dtype) for weight in dict.fromkeys(weights.values()) if weight.dtype != dtype}
-    for (module, name), weight in weights.items():
-        module._parameters[name] = copies.get(weight, weight)
-    try:
-        yield
-    finally:
-        for (module, name), weight in weights.items():
-            module._parameters[name] = weight
+    """Yield the hooks that cast the weights of a plain model; without FSDP, autocast's cache keeps all in a pass."""
+    dtype = DTYPES[setup.mixed_precision]
+    if setup.wrapping == "none":
+        all_weights = [(module, name) for module in model.modules() for name in module._parameters]
+        yield Hook(model, Phase.CONTEXT, CastWeights(all_weights, dtype).in_pass)
+    yield from hooks_of_weights(model, units, dtype)
 
 
 def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:
