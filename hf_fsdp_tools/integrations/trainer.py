@@ -129,7 +129,7 @@ class FSDPTrainerMixin(PushingMixin):
         >>> model = from_pretrained("checkpoint", accelerator=make_accelerator(cpu=True))
         >>> trainer = MyTrainer(model, arguments, train_dataset=rows)
         >>> trained = trainer.train()
-        hf_fsdp_tools: LlamaForCausalLM, 5 units, is trained over 1 rank, by FSDP2
+        hf_fsdp_tools: LlamaForCausalLM is trained whole on one rank
         ...
         >>> trainer.save_model("trained")
     """
@@ -310,8 +310,10 @@ class FSDPTrainerMixin(PushingMixin):
         if self.args.should_log and not self._losses:
             sharding, ranks = sharding_of(self.model), self.args.world_size
             units = f", {len(sharding.plan.units)} units" if sharding is not None else ""
-            over = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
-            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units}, is trained {over}")
+            how = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
+            if sharding is not None and sharding.is_whole:
+                units, how = "", "whole on one rank"
+            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units}, is trained {how}")
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
