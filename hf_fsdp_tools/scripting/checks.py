@@ -131,7 +131,7 @@ def _check_optimizer(training: Any) -> None:
     if name.startswith(_NEED_WHOLE_GRADIENTS):
         raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
     try:
-        check_kind(Trainer.get_optimizer_cls_and_kwargs(training)[0], has_shards=training.world_size > 1)
+        check_kind(Trainer.get_optimizer_cls_and_kwargs(training)[0], has_shards=rank_and_size()[1] > 1)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"--optim {name}: {first_line(error)}.") from error
 

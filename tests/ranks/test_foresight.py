@@ -148,7 +148,7 @@ def test_what_weights_that_stay_quantised_take_is_estimated(request, name):
         assert sum(size for size in changes if size > 0) == pytest.approx(
             taken, rel=4e-2 if "experts" in name else 3e-2
         )
-        assert found["held"] == pytest.approx(held, rel=1e-3)
+        assert -1e-3 * held < found["held"] - held < 5e-3 * peak
         works = [event for event in step.events if isinstance(event, Work) and event.operation == "all_gather"]
         sent = [num_bytes for kind, num_bytes in found["collectives"] if kind.startswith("all_gather")]
         assert sent == [work.num_bytes for work in works]

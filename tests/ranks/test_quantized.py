@@ -270,7 +270,7 @@ def adapters_that_cannot_be(folder: Path, output: Path) -> None:
     with pytest.raises(ConfigError, match=r"DoRA takes norms over whole rows"):
         from_pretrained(folder, quantization_config=four_bits(), peft_config=lora(use_dora=True))
     model = from_pretrained(folder, quantization_config=four_bits(), peft_config=lora())
-    with pytest.raises(ConfigError, match=r"this base stays quantised.*hf-fsdp export"):
+    with pytest.raises(ConfigError, match=r"this base is quantised as stored.*hf-fsdp export"):
         save_pretrained(model, output, merge_adapters=True)
 
 
