@@ -86,7 +86,7 @@ def _estimate(trainer: Any, model: Any, measured: Measured) -> dict[str, Any] | 
         arguments = (_options_of(trainer, model, measured), trainer.args)
         own = {"auto_class": class_name(model), "loss": loss}
         return estimate_of(DEFAULT_RECIPE, model.config, arguments, trainer.accelerator, **own)[1]
-    except Exception as error:
+    except Exception as error:  # of whatever a model's own code does without data: it is in the line
         return {"none": first_line(error)}
 
 

@@ -322,7 +322,8 @@ class FSDPTrainerMixin(PushingMixin):
         values = inputs.values() if isinstance(inputs, Mapping) else ()
         first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
         rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
-        self._measured.count(inputs)
+        if self.fsdp_settings.report_estimate is not None:
+            self._measured.count(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
@@ -330,7 +331,7 @@ class FSDPTrainerMixin(PushingMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
         super().log(logs, *args, **kwargs)
-        if "loss" in logs:
+        if "loss" in logs and self.fsdp_settings.report_estimate is not None:
             self._measured.note()
         if self.fsdp_settings.allow_nan or math.isfinite(logs.get("loss", 0.0)):
             return
