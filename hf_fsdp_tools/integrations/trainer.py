@@ -309,11 +309,11 @@ class FSDPTrainerMixin(PushingMixin):
             return
         if self.args.should_log and not self._losses:
             sharding, ranks = sharding_of(self.model), self.args.world_size
-            units = f", {len(sharding.plan.units)} units" if sharding is not None else ""
+            units = f", {len(sharding.plan.units)} units," if sharding is not None else ""
             how = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
             if sharding is not None and sharding.is_whole:
                 units, how = "", "whole on one rank"
-            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units}, is trained {how}")
+            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units} is trained {how}")
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

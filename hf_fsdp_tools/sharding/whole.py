@@ -167,11 +167,12 @@ def hooks_of_weights(
             yield Hook(module, Phase.CAST, cast.cast_again)
     base, head = getattr(model, "base_model", model), getattr(model, "get_output_embeddings", lambda: None)()
     names = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    outside = [place for block, place in places if block is place[0]]
-    of_head = [place for place in outside if place[0] is head]
+    inside = set(head.modules()) if isinstance(head, nn.Module) else set()  # PEFT's wrapper has children
+    of_head = [place for _, place in places if place[0] in inside]
     # Once for all that use them in a pass, so that gradients are added up in the dtype of computation, as in a unit;
     # and for chunked losses, which do not call the head.
-    together = [place for place in outside if names[id(place[0]._parameters[place[1]])] > 1 or place[0] is head]
+    shared = [(m, key) for block, (m, key) in places if block is m and names[id(m._parameters[key])] > 1]
+    together = [*dict.fromkeys([*shared, *of_head])]
     if together:
         in_pass, lent = CastWeights(together, dtype), CastWeights(of_head, dtype)
         add_to_note(model, casts=(in_pass, lent, *note_of(model).casts))
