@@ -231,6 +231,7 @@ def finish(
         >>> model, tokenizer = from_pretrained("checkpoint"), load_tokenizer(model_args, training)
         >>> trainer = MyTrainer(model, training, train_dataset=data, processing_class=tokenizer)
         >>> train(trainer, training)
+        hf_fsdp_tools: LlamaForCausalLM is trained whole on one rank
         step 2 of 2: loss ...
         (None, None)
         >>> finish(trainer, training, model_args, tokenizer)

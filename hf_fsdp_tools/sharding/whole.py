@@ -53,10 +53,12 @@ class CastWeights:
         if self._own:
             return
         self._own = list(self._others())
-        copies = {id(weight): weight for _, _, weight in self._own}
-        copies = {key: weight.to(self._dtype) for key, weight in copies.items()}
+        weights = {id(weight): weight for _, _, weight in self._own}
+        copies = {key: weight.to(self._dtype) for key, weight in weights.items()}
         for store, name, weight in self._own:
-            store[name] = copies[id(weight)]
+            copy = copies[id(weight)]
+            # PEFT puts what it adds to frozen stacks of experts around a parameter, for the time of a pass.
+            store[name] = copy if weight.requires_grad else nn.Parameter(copy, requires_grad=False)
 
     def restore(self) -> None:
         """Put the weights back."""

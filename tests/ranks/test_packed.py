@@ -83,7 +83,7 @@ def one_pass(model: Any, *, is_training: bool = True) -> dict[str, torch.Tensor]
     found = {"loss": output.loss.detach(), "logits": output.logits.detach()}
     if is_training:
         output.loss.backward()
-        found |= {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        found |= {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
     return found
 

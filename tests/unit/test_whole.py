@@ -27,6 +27,7 @@ from tests._checkpoints import full, lora, make_checkpoint, small_llama
 
 BF16 = {"mp_policy": "bf16"}
 EAGER = {"experts_implementation": "eager"}
+STACKS: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 IDS = torch.randint(3, 131, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -93,6 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "inputs as they come": ("llama", {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}),
     "outputs in bf16": ("llama", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.bfloat16)}),
     "LoRA": ("llama", BF16 | {"dtype": "bf16", "peft_config": lora()}),
+    "LoRA of stacks, on fp32": ("qwen3_moe", BF16 | EAGER | {"peft_config": lora(target_modules=[], **STACKS)}),
     "DoRA": ("llama", BF16 | {"dtype": "bf16", "peft_config": lora(use_dora=True)}),
     "trained copies": ("tied", BF16 | {"dtype": "bf16", "peft_config": lora(modules_to_save=["embed_tokens"])}),
     "4 bits": ("even", BF16 | {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": lora()}),
