@@ -67,7 +67,8 @@ def from_pretrained(
     """Load a Hugging Face checkpoint straight into FSDP2 shards; each rank reads and holds its own shards only.
 
     The model is built on meta, planned, sharded, and filled with this rank's byte ranges of the files. It equals the
-    model of `AutoModel….from_pretrained` bit for bit, and is in evaluation mode too.
+    model of `AutoModel….from_pretrained` bit for bit, and is in evaluation mode too. On one rank it stays a plain model
+    (but for CPU offload and FP8), which computes in the same dtypes as shards.
 
         accelerator = make_accelerator(mixed_precision="bf16")
         model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
