@@ -80,6 +80,11 @@ def options_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return run, launch
 
 
+def tp_size_of(launch: dict[str, Any]) -> int:
+    size: int = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
+    return size
+
+
 def test_a_recipe_takes_the_options_for_every_model(monkeypatch: Any) -> None:
     imitate_gpus(monkeypatch, 0)
     trl = pytest.importorskip("trl")
@@ -91,7 +96,8 @@ def test_a_recipe_takes_the_options_for_every_model(monkeypatch: Any) -> None:
         launch_file = path.with_name(path.name.replace(".run", ""))
         assert not [each for each in LaunchConfig.check_file(launch_file) if each.severity == "error"], path
         sharding = launch["fsdp_config"]
-        rows = launch["num_processes"] * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
+        groups = launch["num_processes"] // tp_size_of(launch)
+        rows = groups * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
         assert (rows, run["max_length"], sharding["fsdp_offload_params"]) == (64, 4096, False), path
         assert "fsdp_activation_checkpointing_every_n_layers" not in sharding, "hf-fsdp estimate would need it"
         assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
@@ -114,6 +120,7 @@ def test_the_documents_have_the_settings_for_a_model(path: Path) -> None:
     words = ["LoRA" if run.get("use_peft") else "all parameters"]
     words += ["activation checkpointing"] * sharding["fsdp_activation_checkpointing"]
     words += ["blocks' inputs on the host"] * sharding.get("fsdp_activation_checkpointing_offload", False)
+    words += [f"`tp_size` {tp_size_of(launch)}"] * (tp_size_of(launch) > 1)
     assert model == run["model_name_or_path"] and gpus == f"{launch['num_processes']} × 80 GB"
     assert trained == ", ".join(words)
     assert batch == f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
