@@ -20,7 +20,7 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, 
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import replaced
-from hf_fsdp_tools.stores import at_hand, stored_object
+from hf_fsdp_tools.stores import at_hand, fetch_whole, stored_object
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 4096
 """Bytes at the ends of an archive of `torch.save` within which it says where its data lies; beyond them each read is a
@@ -50,11 +50,12 @@ class _RangeReader(FileSystemReader):
         places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         files = {folder / place.relative_path for place in places.values()}
         there = {file: found for file in files if (found := stored_object(file)) is not None}
-        if any(place.transform_descriptors for place in places.values()):  # compressed, by a writer of somebody's own
-            return super().read_data(plan, planner)
         memories = [planner.resolve_tensor(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        if any(type(memory) not in (torch.Tensor, torch.nn.Parameter) for memory in memories):
-            return super().read_data(plan, planner)  # made of several tensors, as states of 8 bits
+        # compressed, by a writer of somebody's own; or made of several tensors, as states of 8 bits
+        is_other = any(place.transform_descriptors for place in places.values())
+        if is_other or any(type(memory) not in (torch.Tensor, torch.nn.Parameter) for memory in memories):
+            fetch_whole(files)
+            return super().read_data(plan, planner)
         ends = []
         for place in places.values():
             file, start, stop = folder / place.relative_path, place.offset, place.offset + place.length

@@ -17,21 +17,11 @@ from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
-from tests._dist import num_gpus, run_ranks
+from tests._dist import run_ranks
 from tests._transfers import read_transfers
+from tests.gpu_stand_in import counts_on, fakegpu
 
-try:
-    import fakegpu
-except ImportError:
-    fakegpu = None
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        fakegpu is None or not fakegpu.is_fake() or num_gpus() < 2,
-        reason="counts calls on two GPUs of a stand-in for the CUDA runtime, which is not set up here",
-    ),
-]
+pytestmark = counts_on(2)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

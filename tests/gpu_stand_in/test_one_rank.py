@@ -21,20 +21,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests._dist import num_gpus, run_ranks
+from tests._dist import run_ranks
+from tests.gpu_stand_in import counts_on, fakegpu
 
-try:
-    import fakegpu
-except ImportError:
-    fakegpu = None
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        fakegpu is None or not fakegpu.is_fake() or num_gpus() < 1,
-        reason="counts calls on a stand-in for the CUDA runtime, which is not set up here",
-    ),
-]
+pytestmark = counts_on(1)
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights, fp32 masters": {"dtype": torch.float32, "mp_policy": "bf16"},

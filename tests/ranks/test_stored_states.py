@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +18,12 @@ from hf_fsdp_tools import from_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED
-from tests._checkpoints import assert_same_tensors, refusal
+from hf_fsdp_tools.testing import forget_accelerate
+from tests._checkpoints import assert_same_tensors, refusal, small_llama
 from tests._dist import run_ranks
 from tests._store import Server, kill_self, on_ranks, s3_server, use
 from tests._training import batches_of, full_states, make_rows, new_accelerator, train
+from tests.ranks.test_whole import state_of_8_bits
 
 for _package in ("s3fs", "moto"):
     pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
@@ -177,6 +180,18 @@ def wide(url: str, folder: Path, saves: bool) -> int:
     states = run.optimizer.optimizer.state.values()
     tensors = [*run.model.parameters(), *(each for state in states for each in state.values())]
     return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
+
+
+def of_8_bits(source: Path) -> None:
+    """torch reads states that are made of several tensors, from files that the package fetches whole."""
+    saved = state_of_8_bits(source, None, "s3://bucket/8 bits")
+    forget_accelerate()
+    assert_same_tensors(state_of_8_bits(source, "s3://bucket/8 bits", "s3://bucket/8 bits again"), saved)
+
+
+@pytest.mark.nightly
+def test_a_state_of_8_bits_goes_through_a_store(server: Server, tmp_path: Path) -> None:
+    run_ranks(on_ranks, 2, server.url, {"8 bits": partial(of_8_bits, small_llama(tmp_path / "model"))})
 
 
 @pytest.mark.nightly
