@@ -12,10 +12,12 @@ class Step(IntEnum):
     """When a function runs, with the optimizer; the lowest first."""
 
     STOP = 1  # the error of a save is raised in place of the step
-    PART = 2  # groups are parted by kinds of parameters
-    OWN = 3  # the optimizer's own step
-    JOIN = 4  # groups are as they were made
-    COUNT = 5  # scales of FP8 weights are to be renewed
+    AWAY = 2  # what is stepped on another thread leaves the groups
+    PART = 3  # groups are parted by kinds of parameters
+    OWN = 4  # the optimizer's own step
+    JOIN = 5  # groups are as they were made
+    BACK = 6  # what is stepped on another thread is in its group again
+    COUNT = 7  # scales of FP8 weights are to be renewed
 
 
 _ENTRIES: dict[Callable[[Any], None], Step] = {}
@@ -30,11 +32,13 @@ def at_steps(when: Step, call: Callable[[Any], None]) -> Callable[[], Any]:
 
 @cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(partial(_run, (Step.STOP, Step.PART)))
-    register_optimizer_step_post_hook(partial(_run, (Step.JOIN, Step.COUNT)))
+    register_optimizer_step_pre_hook(partial(_run, (Step.STOP, Step.AWAY, Step.PART)))
+    register_optimizer_step_post_hook(partial(_run, (Step.JOIN, Step.BACK, Step.COUNT)))
 
 
-def _run(steps: tuple[Step, ...], optimizer: Any, args: object, kwargs: object) -> None:
+def _run(steps: tuple[Step, ...], optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for when in steps:
+        if when is Step.AWAY and any(map(callable, (*args[1:], *kwargs.values()))):
+            continue  # a closure makes other gradients
         for call in [call for call, own in _ENTRIES.items() if own is when]:
             call(optimizer)

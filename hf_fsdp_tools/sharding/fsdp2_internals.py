@@ -36,14 +36,14 @@ from hf_fsdp_tools.modeling.notes import install_style, note_of
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
-_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage"}
+_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "unit"}
 """Names that no torch needs to have."""
 
 
 def names_of_fsdp2() -> set[str]:
     """The names that this file reads of torch's states, groups and entries: `group.name`, wherever it stands."""
     code = inspect.getsource(sys.modules[__name__])
-    return set(re.findall(r"\b(?:state|group|entry|info)\.(\w+)", code)) - _OURS
+    return set(re.findall(r"\b(?:state|group|entry|info|super\(\))\.(\w+)", code)) - _OURS
 
 
 def refuse_without(names: Iterable[str], code: str) -> None:
@@ -221,6 +221,35 @@ class ShardMemory:
         """The ranks that hold the shards of one copy."""
         return self.entry.mesh_info.shard_process_group
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The shard as the optimizer holds it."""
+        parameter: nn.Parameter = self.entry.sharded_param
+        return parameter
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype in which the unit gathers it."""
+        return _gathered_dtype(self.entry)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is kept in pinned memory."""
+        return bool(self.entry.pin_memory)
+
+    @property
+    def is_sent_alone(self) -> bool:
+        """Whether the unit is to be gathered, by a copy to the device of the only rank that holds it."""
+        is_free = self.entry.sharded_state == ShardedState.SHARDED
+        return is_free and self.group.size() == 1 and self.device.type != "cpu"
+
+    def gathered(self) -> torch.Tensor:
+        """The memory on the device of a unit of one rank, which FSDP2 frees with the unit, with its storage."""
+        self.entry.init_all_gather_outputs([self.data().numel()], [self.gathered_dtype], 1, self.device)
+        self.entry.alloc_all_gather_outputs()
+        memory: torch.Tensor = self.entry.all_gather_outputs[0]
+        return memory
+
 
 class _Entry(_fsdp_param.FSDPParam):
     """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes."""
@@ -256,6 +285,67 @@ class _GatheredInstead(_Entry):
         """As torch's, which is called where a state was loaded, or other memory given."""
         super().reset_sharded_param()  # type: ignore[no-untyped-call]  # torch's own
         self.instead.forget()
+
+
+class _OffloadedEntry(_Entry):
+    """torch's entry for a shard in host memory, of which a copy travels to the device (see `streamed`)."""
+
+    copy: Any
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        """What is gathered, on the device."""
+        if self.sharded_state != ShardedState.SHARDED:
+            return super().all_gather_inputs
+        return [self.copy.on_device()]
+
+
+class _OffloadedGroup(_fsdp_param_group.FSDPParamGroup):
+    """torch's group of shards in host memory, of which a unit of ours knows when they travel and are added up."""
+
+    unit: Any
+
+    def unshard(self, async_op: bool = False) -> None:
+        """As torch's, which begins nothing on one rank."""
+        self.unit.wait()
+        super().unshard(async_op)
+        if self._all_gather_result is not None:
+            self.unit.begin(is_forward=self._training_state == _fsdp_param_group.TrainingState.FORWARD)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def post_backward(self, *unused: Any) -> None:
+        """As torch's, which waits for each gradient that it adds to one of an earlier pass."""
+        held = [(entry, entry.sharded_param.grad) for entry in self.fsdp_params if self.reduce_grads]
+        held = [(e, total) for e, total in held if total is not None and not e.sharded_param._post_accumulate_grad_hooks]
+        for entry, _ in held:
+            entry.sharded_param.grad = None
+        super().post_backward(*unused)
+        parts = []
+        for entry, total in held:
+            gradient, entry.sharded_param.grad = entry.sharded_param.grad, total
+            if gradient is not None:
+                parts.append((local_tensor(total), local_tensor(gradient), entry.grad_offload_event))
+                entry.grad_offload_event = None
+        if parts:
+            self.unit.add(parts)
+
+    def finalize_backward(self) -> None:
+        """As torch's, after which gradients are read."""
+        super().finalize_backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.unit.wait_for_sums()
+
+
+def stream_units(model: nn.Module, unit_of: Callable[[list[Any]], Any], copy_of: Callable[[ShardMemory], Any]) -> None:
+    """Let the units of an offloaded model, just sharded, gather the copies that `copy_of` makes of shards, and tell the
+    unit that `unit_of` makes of these when they gather and when their gradients arrive. What has a way of its own to be
+    gathered is left to it."""
+    for group in _groups(model):
+        for entry in group.fsdp_params:
+            if type(entry) is _Entry and not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):
+                entry.__class__ = _OffloadedEntry
+                entry.copy = copy_of(ShardMemory(entry))
+        group.__class__ = _OffloadedGroup
+        group.unit = unit_of(group.fsdp_params)
 
 
 def use_own_entries(model: nn.Module) -> None:
@@ -486,8 +576,9 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(value[0] if isinstance(value, list) and value else value, RemovableHandle):
             own.remove(key)
     twin.__dict__.update(fresh)
-    for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
-        twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
+    with replaced(*module.parameters(), grad=None):  # gradients are not copied; those of DTensors cannot be
+        for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
+            twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
     for each in twin.modules():
         install_style(each)
     return twin
@@ -519,6 +610,8 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
         mp_policy=entry.mp_policy,
         offload_policy=group.offload_policy,
     )
+    if isinstance(entry, _OffloadedEntry):
+        made.copy = type(entry.copy)(ShardMemory(made))
     made._param_fqn = entry._param_fqn
     made.sharded_param.__dict__.update(old.__dict__)
     if hasattr(entry, "keep_unsharded_storage"):  # since torch 2.14: a setting of the user's

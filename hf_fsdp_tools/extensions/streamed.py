@@ -1,0 +1,400 @@
+"""Offloaded shards: what travels is in the dtype of computation, and the CPU works while the device computes.
+
+FSDP2 sends shards to the device as they are stored (fp32 for bf16), on one rank only when a unit needs them; it waits
+for each gradient that it adds to one of an earlier micro-batch; and the optimizer steps while nothing else runs. Here
+
+    up       a copy in the dtype of computation lies in host memory next to each shard, and travels in its place; on
+             one rank, one unit ahead, on a stream of its own
+    down     gradients are added up by a thread of the CPU while the backward pass goes on
+    step     `optimizer.step()` returns at once: the thread steps unit by unit, in the order of the forward pass, and
+             renews the copies; the next forward pass waits for each unit alone
+
+Whoever uses a weight, its gradient or its moments before then waits for the unit, and a copy is made anew after a
+weight was touched: see `Watched`.
+"""
+
+import copy
+import os
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from hf_fsdp_tools.accelerator import find_accelerator, pinned_empty, side_stream_for
+from hf_fsdp_tools.distributed.agreement import rank_on_node
+from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.steps import Step, at_steps
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, stream_units
+from hf_fsdp_tools.sharding.phases import Hook
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+
+_ELEMENTWISE = (
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.SGD,
+)  # fmt: skip
+"""Optimizers whose steps on a part of their parameters do what the step on all does to these."""
+
+_SUMS_AHEAD = 2
+"""Units whose gradients may wait in host memory to be added to those of earlier passes. (assumed)"""
+
+
+class Streamed(Feature):
+    """Copies, sums and steps on the CPU, for units that FSDP2 offloads."""
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Nothing around forward passes: units say when they gather."""
+        if sharding.is_offloaded:
+            settle()
+            stream_units(model, partial(StreamedUnit, of_model=_Pass()), HostCopy)
+            _step_away()
+        yield from ()
+
+
+FEATURE = Streamed()
+
+
+class Watched(torch.Tensor):
+    """This rank's part of a tensor that a thread steps on, or of which a copy was made: who uses it waits for the
+    thread, and the copy is not used any more unless the tensor was only read.
+
+    It stands in `DTensor._local_tensor` and has no memory of its own.
+    """
+
+    memory: torch.Tensor
+    wait: Callable[[], None]
+    of: Any
+
+    @staticmethod
+    def __new__(cls, of: Any, wait: Callable[[], None]) -> "Watched":
+        """In the place of the memory of a DTensor, until it is touched."""
+        memory = unwatched(of)
+        made: Watched = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's own
+            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
+        )
+        made.memory, made.wait, made.of = memory, wait, weakref.ref(of)
+        of._local_tensor = made
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run what scripts call on the memory; what is asked of the tensor alone, its shape for one, is known."""
+        if getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        args, kwargs = tree_map_only(Watched, Watched.touched, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on the memory, DTensor's for one."""
+        uses = {a.name: Watched.touched if a.alias_info else Watched.read for a in func._schema.arguments}
+        args = [tree_map_only(Watched, use, argument) for use, argument in zip(uses.values(), args, strict=False)]
+        kwargs = {name: tree_map_only(Watched, uses[name], value) for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+    def read(self) -> torch.Tensor:
+        """The memory, once the thread is done with it, for an operator that neither writes to it nor returns a view."""
+        self.wait()
+        return self.memory
+
+    def touched(self) -> torch.Tensor:
+        """The memory, once the thread is done with it; it is watched no longer."""
+        self.wait()
+        of = self.of()
+        if of is not None and of._local_tensor is self:
+            of._local_tensor = self.memory
+        return self.memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.touched().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.touched(), memo)
+
+
+def unwatched(tensor: Any) -> torch.Tensor:
+    """The memory of a DTensor on this rank, whether it is watched or not; nothing waits."""
+    local: torch.Tensor = tensor._local_tensor
+    return local.memory if isinstance(local, Watched) else local
+
+
+@contextmanager
+def _outside_of_graphs() -> Iterator[None]:
+    """A block, or the body of a function, whose tensors are plain ones, also in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class HostCopy:
+    """One offloaded shard, in the dtype in which its unit gathers it."""
+
+    def __init__(self, shard: ShardMemory) -> None:
+        self.shard = shard
+        self._values: torch.Tensor | None = None
+        self._watch: Watched | None = None
+        self._of: tuple[int, int] = (0, 0)  # where the shard was that it was made of, and how often written to
+        self._sent: tuple[torch.Tensor, torch.Event] | None = None
+        self._leaving: torch.Event | None = None
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the dtype is another than that of the shard, so that there is a copy."""
+        return self.shard.data().dtype != self.shard.gathered_dtype
+
+    @_outside_of_graphs()
+    def on_device(self) -> torch.Tensor:
+        """The values on the device of the unit, for the caller's stream."""
+        if self._sent is not None:
+            (memory, arrived), self._sent = self._sent, None
+            torch.accelerator.current_stream(memory.device).wait_event(arrived)
+            return memory
+        values = self._current()
+        moved = values.to(self.shard.device, non_blocking=True)
+        if moved.device != values.device:
+            self._leaving = torch.accelerator.current_stream(moved.device).record_event()
+        return moved
+
+    @_outside_of_graphs()
+    def send(self) -> None:
+        """Begin to copy the values into the memory of a unit of one rank, on a stream of its own."""
+        if self._sent is None and self.shard.is_sent_alone:
+            values, memory = self._current(), self.shard.gathered()
+            stream = side_stream_for([memory])
+            assert stream is not None, "units of a CPU are not sent"
+            with torch.autograd._unsafe_preserve_version_counter(memory):  # the graph of a pass may know it
+                self._leaving = stream.copy_beside(memory, values)
+            self._sent = memory, self._leaving
+
+    def forget(self) -> None:
+        """Do not use what was sent."""
+        self._sent = None
+
+    def leave(self) -> None:
+        """Wait until nothing is copied out of host memory any more."""
+        if self._leaving is not None:
+            self._leaving.synchronize()
+            self._leaving = None
+
+    def watch(self, wait: Callable[[], None]) -> None:
+        """Let the copy, which is being made of the shard, be used until somebody touches the shard."""
+        self._watch = Watched(self.shard.parameter, wait)
+
+    def renew(self) -> None:
+        """Make the copy of the shard."""
+        data = self.shard.data()
+        if self._values is None or self._values.numel() != data.numel():
+            empty = pinned_empty if self.shard.is_pinned else torch.empty
+            self._values = empty(data.shape, dtype=self.shard.gathered_dtype)
+        self._values.copy_(data)
+        self._of = data.data_ptr(), data._version
+
+    def _current(self) -> torch.Tensor:
+        data = self.shard.data()
+        if not self.is_another:
+            return data
+        is_watched = self._watch is not None and self.shard.parameter._local_tensor is self._watch
+        if self._values is None or not is_watched or self._of != (data.data_ptr(), data._version):
+            self.leave()
+            self.renew()
+            self.watch(lambda: None)
+        assert self._values is not None
+        return self._values
+
+
+@dataclass
+class _Pass:
+    """What the units of one model know of each other."""
+
+    gathered: "StreamedUnit | None" = None
+    """The unit that was gathered last in a forward pass."""
+    sums: deque[Future[None]] = field(default_factory=deque)
+    """The units whose gradients are being added to those of earlier passes."""
+
+
+class StreamedUnit:
+    """One unit that FSDP2 offloads, with these entries of FSDP2's for its parameters."""
+
+    def __init__(self, entries: list[Any], *, of_model: _Pass) -> None:
+        self._entries = entries
+        self._pass = of_model
+        self._following: StreamedUnit | None = None  # what a forward pass gathered next
+        self._sum: Future[None] | None = None
+        self._step: Future[None] | None = None
+        self._away: list[Watched] = []
+        _UNITS[next(_NUMBERS)] = self
+
+    def copies(self) -> dict[torch.Tensor, HostCopy]:
+        """What is streamed of the unit, by shard."""
+        return {entry.sharded_param: entry.copy for entry in self._entries if hasattr(entry, "copy")}
+
+    def begin(self, *, is_forward: bool) -> None:
+        """On one rank, begin to send this unit, and the next one of a forward pass, unless a step on it is under way."""
+        self._send()
+        if is_forward:
+            if self._pass.gathered is not None:
+                self._pass.gathered._following = self
+            self._pass.gathered = self
+            following = self._following
+            if following is not None and (following._step is None or following._step.done()):
+                following.wait()
+                following._send()
+
+    def _send(self) -> None:
+        for copy in self.copies().values():
+            copy.send()
+
+    def add(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Event | None]]) -> None:
+        """Add gradients to sums of earlier passes, on the thread, once they have arrived. Where the thread is late, the
+        backward pass waits, so that host memory holds the gradients of few units twice."""
+        sums = self._pass.sums
+        if len(sums) == _SUMS_AHEAD:
+            sums.popleft().result()
+        self._sum = _thread().submit(_add, parts)
+        sums.append(self._sum)
+
+    def wait_for_sums(self) -> None:
+        """Return once the gradients of this pass are added up."""
+        if (sums := self._sum) is not None:
+            self._sum = None
+            sums.result()
+
+    def step(self, run: Callable[[], None], written: Iterable[Any]) -> None:
+        """Run a step on the thread, and renew the copies of what it has changed; these DTensors wait for it."""
+        copies = [copy for copy in self.copies().values() if copy.is_another]
+        self._away = [Watched(each, self.wait) for each in written]
+        for copy in copies:
+            copy.watch(self.wait)
+        self._step = _thread().submit(_run, [run, *(copy.renew for copy in copies)])
+
+    def wait(self) -> None:
+        """Return once the step on the unit is done."""
+        if (step := self._step) is None:
+            return
+        try:
+            step.result()
+        finally:
+            self._step, away, self._away = None, self._away, []
+            for each in away:
+                each.touched()
+
+
+_UNITS: weakref.WeakValueDictionary[int, StreamedUnit] = weakref.WeakValueDictionary()
+"""The units of all models of this process, those of each in the order of its modules."""
+_NUMBERS = count()
+
+
+def settle() -> None:
+    """Return once no step is under way."""
+    for unit in list(_UNITS.values()):
+        unit.wait()
+
+
+# ---- the thread ----
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """The one thread of this process that adds and steps, in the order in which it is asked to."""
+    return ThreadPoolExecutor(1, "offloaded-steps", _use_all_cores)
+
+
+def _use_all_cores() -> None:
+    """Let this thread compute on the cores of its rank, where others compute on devices: torchrun says one thread."""
+    if find_accelerator() is not None:
+        torch.set_num_threads(max(torch.get_num_threads(), (os.cpu_count() or 1) // rank_on_node()[1]))
+
+
+@torch.no_grad()
+def _run(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+@torch.no_grad()
+def _add(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Event | None]]) -> None:
+    while parts:  # what was added is freed
+        total, gradient, arrived = parts.pop()
+        if arrived is not None:
+            arrived.synchronize()
+        total += gradient
+
+
+# ---- steps ----
+
+_TAKEN: weakref.WeakKeyDictionary[Any, list[tuple[dict[str, Any], list[Any]]]] = weakref.WeakKeyDictionary()
+"""By optimizer, during its own step: its groups, each with the parameters that it has."""
+
+
+@cache
+def _step_away() -> None:
+    at_steps(Step.AWAY, _take)
+    at_steps(Step.BACK, _step_units)
+
+
+def _take(optimizer: Any) -> None:
+    """Take what the thread is to step out of the groups for the time of the optimizer's own step: the first step, which
+    makes the moments, is the optimizer's own."""
+    _restore(optimizer)  # a step that failed left them so
+    settle()
+    copies = {shard: copy for unit in _UNITS.values() for shard, copy in unit.copies().items()}
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    for copy in (copies[each] for _, held in groups for each in held if each in copies):
+        copy.leave()
+    if type(optimizer) in _ELEMENTWISE and not copies.keys().isdisjoint(each for _, held in groups for each in held):
+        if optimizer not in _TAKEN:
+            optimizer.register_state_dict_pre_hook(lambda _: settle())
+        _TAKEN[optimizer] = groups
+        for group, held in groups:
+            group["params"] = [p for p in held if p not in copies or p.grad is None or not optimizer.state.get(p)]
+
+
+def _restore(optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Give the groups their parameters again; each group's settings of now, with what was taken out of it."""
+    taken = []
+    for group, held in _TAKEN.get(optimizer, ()):
+        rest = set(group["params"])
+        settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        taken.append((settings, [each for each in held if each not in rest]))
+        group["params"] = held
+    if optimizer in _TAKEN:
+        _TAKEN[optimizer] = []
+    return taken
+
+
+def _step_units(optimizer: Any) -> None:
+    """Let the thread step unit by unit, in the order of the forward pass, and renew the copies of what is trained."""
+    taken = _restore(optimizer)
+    trained = {each for group in optimizer.param_groups for each in group["params"]}
+    for unit in list(_UNITS.values()):
+        shards = unit.copies().keys() & trained
+        parts = [(settings, [each for each in held if each in shards]) for settings, held in taken]
+        if shards:
+            unit.step(*_step_on(optimizer, [(settings, own) for settings, own in parts if own]))
+
+
+def _step_on(optimizer: Any, parts: list[tuple[dict[str, Any], list[Any]]]) -> tuple[Callable[[], None], list[Any]]:
+    """The step of an optimizer on some of its parameters, as a function of no arguments that knows gradients and
+    settings of now, and the DTensors that it reads or writes."""
+    twin, used = object.__new__(type(optimizer)), list[Any]()
+    twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[])
+    for settings, parameters in parts:
+        memory = []
+        for parameter in parameters:
+            local, state = local_tensor(parameter), optimizer.state[parameter]
+            local.grad = local_tensor(parameter.grad)
+            used += [parameter, parameter.grad, *(value for value in state.values() if isinstance(value, DTensor))]
+            twin.state[local] = {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+            memory.append(local)
+        twin.param_groups.append({**settings, "params": memory})
+    own_step = type(optimizer).step.__wrapped__  # without the hooks of steps
+    return partial(own_step, twin), used
