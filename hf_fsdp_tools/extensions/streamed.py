@@ -34,6 +34,7 @@ from hf_fsdp_tools.accelerator import find_accelerator, pinned_empty, side_strea
 from hf_fsdp_tools.distributed.agreement import rank_on_node
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, stream_units
 from hf_fsdp_tools.sharding.phases import Hook
@@ -231,6 +232,8 @@ class StreamedUnit:
         self._sum: Future[None] | None = None
         self._step: Future[None] | None = None
         self._away: list[Watched] = []
+        self.stepped_by: Any = None
+        """The optimizer whose step on the unit began in the backward pass."""
         _UNITS[next(_NUMBERS)] = self
 
     def copies(self) -> dict[torch.Tensor, HostCopy]:
@@ -250,8 +253,8 @@ class StreamedUnit:
                 following._send()
 
     def _send(self) -> None:
-        for copy in self.copies().values():
-            copy.send()
+        for each in self.copies().values():
+            each.send()
 
     def add(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Event | None]]) -> None:
         """Add gradients to sums of earlier passes, on the thread, once they have arrived. Where the thread is late, the
@@ -268,13 +271,30 @@ class StreamedUnit:
             self._sum = None
             sums.result()
 
-    def step(self, run: Callable[[], None], written: Iterable[Any]) -> None:
-        """Run a step on the thread, and renew the copies of what it has changed; these DTensors wait for it."""
-        copies = [copy for copy in self.copies().values() if copy.is_another]
-        self._away = [Watched(each, self.wait) for each in written]
-        for copy in copies:
-            copy.watch(self.wait)
-        self._step = _thread().submit(_run, [run, *(copy.renew for copy in copies)])
+    def end(self, arrivals: list[torch.Event]) -> None:
+        """The backward pass of the unit is over: step on it, once its gradients have arrived, if that was asked for."""
+        for optimizer in _EARLY:
+            shards = self.copies().keys()
+            parts = [(group, [p for p in group["params"] if p in shards]) for group in optimizer.param_groups]
+            trained = {p for _, own in parts for p in own if p.grad is not None}
+            if not trained or not all(optimizer.state.get(p) for p in trained):
+                continue  # the first step is the optimizer's own
+            if self.stepped_by is not None:
+                raise ConfigError(
+                    "A unit was stepped in two backward passes with one optimizer.step(). Enter steps_in_backward for "
+                    "the last micro-batch alone."
+                )
+            self.stepped_by = optimizer
+            run, used = _step_on(optimizer, [(_now(group), [p for p in own if p in trained]) for group, own in parts])
+            self.step([*(event.synchronize for event in arrivals), run], used, trained)
+
+    def step(self, calls: list[Callable[[], None]], used: Iterable[Any], trained: Iterable[Any]) -> None:
+        """Run a step on the thread, and renew the copies of what it trains; DTensors that it uses wait for it."""
+        copies = [each for shard, each in self.copies().items() if shard in trained and each.is_another]
+        self._away = [Watched(each, self.wait) for each in used]
+        for each in copies:
+            each.watch(self.wait)
+        self._step = _thread().submit(_run, [*calls, *(each.renew for each in copies)])
 
     def wait(self) -> None:
         """Return once the step on the unit is done."""
@@ -345,11 +365,13 @@ def _take(optimizer: Any) -> None:
     """Take what the thread is to step out of the groups for the time of the optimizer's own step: the first step, which
     makes the moments, is the optimizer's own."""
     _restore(optimizer)  # a step that failed left them so
-    settle()
+    for unit in list(_UNITS.values()):
+        if unit.stepped_by is not optimizer:
+            unit.wait()
     copies = {shard: copy for unit in _UNITS.values() for shard, copy in unit.copies().items()}
     groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for copy in (copies[each] for _, held in groups for each in held if each in copies):
-        copy.leave()
+    for held in (copies[each] for _, parameters in groups for each in parameters if each in copies):
+        held.leave()
     if type(optimizer) in _ELEMENTWISE and not copies.keys().isdisjoint(each for _, held in groups for each in held):
         if optimizer not in _TAKEN:
             optimizer.register_state_dict_pre_hook(lambda _: settle())
@@ -363,28 +385,33 @@ def _restore(optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
     taken = []
     for group, held in _TAKEN.get(optimizer, ()):
         rest = set(group["params"])
-        settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        taken.append((settings, [each for each in held if each not in rest]))
+        taken.append((_now(group), [each for each in held if each not in rest]))
         group["params"] = held
     if optimizer in _TAKEN:
         _TAKEN[optimizer] = []
     return taken
 
 
+def _now(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group, which a scheduler will change."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+
+
 def _step_units(optimizer: Any) -> None:
     """Let the thread step unit by unit, in the order of the forward pass, and renew the copies of what is trained."""
     taken = _restore(optimizer)
-    trained = {each for group in optimizer.param_groups for each in group["params"]}
+    held = {each for group in optimizer.param_groups for each in group["params"]}
     for unit in list(_UNITS.values()):
-        shards = unit.copies().keys() & trained
-        parts = [(settings, [each for each in held if each in shards]) for settings, held in taken]
-        if shards:
-            unit.step(*_step_on(optimizer, [(settings, own) for settings, own in parts if own]))
+        if unit.stepped_by is optimizer:
+            unit.stepped_by = None
+        elif trained := unit.copies().keys() & held:
+            run, used = _step_on(optimizer, [(now, [each for each in own if each in trained]) for now, own in taken])
+            unit.step([run], used, trained)
 
 
 def _step_on(optimizer: Any, parts: list[tuple[dict[str, Any], list[Any]]]) -> tuple[Callable[[], None], list[Any]]:
-    """The step of an optimizer on some of its parameters, as a function of no arguments that knows gradients and
-    settings of now, and the DTensors that it reads or writes."""
+    """The step of an optimizer on some of its parameters, with settings of now, as a function that takes their
+    gradients from where these are now; and the DTensors that it uses."""
     twin, used = object.__new__(type(optimizer)), list[Any]()
     twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[])
     for settings, parameters in parts:
@@ -395,6 +422,46 @@ def _step_on(optimizer: Any, parts: list[tuple[dict[str, Any], list[Any]]]) -> t
             used += [parameter, parameter.grad, *(value for value in state.values() if isinstance(value, DTensor))]
             twin.state[local] = {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
             memory.append(local)
-        twin.param_groups.append({**settings, "params": memory})
+        if memory:
+            twin.param_groups.append({**settings, "params": memory})
     own_step = type(optimizer).step.__wrapped__  # without the hooks of steps
     return partial(own_step, twin), used
+
+
+_EARLY: list[Any] = []
+"""The optimizers that step in the backward pass that runs now."""
+
+
+@contextmanager
+def steps_in_backward(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer step each offloaded unit as soon as the backward pass of the unit is done, in a block.
+
+    The CPU then works while the device goes on with the units below, and `optimizer.step()`, which must follow, does
+    the rest. Numbers are those of a step after the pass. Nothing may change gradients in between: do not clip by a norm,
+    which is known only when all gradients are, nor scale losses for fp16. Without CPU offload it does nothing. A
+    Trainer with `max_grad_norm: 0` enters it by itself.
+
+    Args:
+        optimizer: one of torch that steps each element by itself (AdamW, SGD), also as Accelerate has prepared it.
+
+    Enter for the last micro-batch before `optimizer.step()` alone. Every rank should; nothing is communicated.
+
+    Raises:
+        ConfigError: the optimizer is another, or a second pass comes before `optimizer.step()`.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", offload_policy=True, load_kwargs={"progress": False})
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> with steps_in_backward(optimizer):
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+        >>> optimizer.step()
+    """
+    own = getattr(optimizer, "optimizer", optimizer)
+    if type(own) not in _ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+        raise ConfigError(f"{type(own).__name__} cannot step in the backward pass. Leave steps_in_backward, or take {known}.")
+    _EARLY.append(own)
+    try:
+        yield
+    finally:
+        _EARLY.remove(own)

@@ -1,13 +1,13 @@
 """How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs.
 
-In a pass the slowest of computation, the host that issues kernels, collectives and copies hides the others. Waited for
-are the first gather, the last reduction, collectives between layers, copies of one GPU and an optimizer on the CPU.
+In a pass the slowest of computation, the host that issues kernels, collectives, copies and an optimizer that steps on the
+CPU hides the others. Waited for are the first gather, the last reduction, collectives between layers, clipping on the CPU.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -216,13 +216,25 @@ def step_time(events: Sequence[Event], setup: TrainingSetup, *, efficiency: Effi
     """The timing of a step (`Forecast.step.events`) on the setup's GPUs and links."""
     gpu = gpu_named(setup.gpu)
     durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
-    works = (event for event in events if isinstance(event, Work))
+    works = _away([event for event in events if isinstance(event, Work)], setup)
     passes = groupby(works, lambda work: {"loss": "forward", "clip": "optimizer"}.get(work.phase, work.phase))
     rows = [_pass_time(phase == "forward", some, durations, setup) for phase, some in passes]
     # of more than three micro-steps three are in the events: all others are like the second
     rows += rows[2:4] * (setup.gradient_accumulation_steps - 3)
     parts = {part: sum(row[part] for row in rows) for part in _PARTS if part != "slowest GPU"}
     return Timing(parts, communication=sum(row["all communication"] for row in rows))
+
+
+def _away(works: list[Work], setup: TrainingSetup) -> list[Work]:
+    """The works of a step with those of a CPU that steps during a pass in this pass: the next forward pass, which waits
+    unit by unit, or where nothing is clipped the last backward pass (`streamed`)."""
+    if not (setup.offload_params and setup.optimizer in ("adamw", "adamw_foreach", "sgd_momentum")):
+        return works
+    away = [work for work in works if work.stream == "offload" and work.phase == "optimizer"]
+    works = [work for work in works if work not in away]
+    if setup.max_grad_norm is not None:
+        return [*(replace(work, phase="forward") for work in away), *works]
+    return [*works, *(replace(work, phase="backward") for work in away)]
 
 
 def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, setup: TrainingSetup) -> dict[str, float]:
@@ -241,6 +253,8 @@ def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, se
                 collectives.append(("node" if durations.group(work).is_inside else "network", seconds))
         elif operation in COPIES and work.stream != "compute":
             beside[operation] += seconds
+        elif work.stream == "offload" and work.phase in ("forward", "backward"):
+            beside["cpu"] += seconds
         elif operation in COPIES or work.stream == "offload":
             parts["offload"] += seconds
         else:
@@ -255,7 +269,7 @@ def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, se
         beside[link] -= seconds  # nothing is computed before it, or after
         parts["communication"] += seconds
     others = {"host": beside["host"], "communication": max(beside["node"], beside["network"])}
-    others["offload"] = max(beside[copy] for copy in COPIES)
+    others["offload"] = max(beside[each] for each in (*COPIES, "cpu"))
     slowest = max(others, key=others.__getitem__)
     parts[slowest] += max(0.0, others[slowest] - kernels)
     return parts

@@ -328,6 +328,8 @@ class _OffloadedGroup(_fsdp_param_group.FSDPParamGroup):
                 entry.grad_offload_event = None
         if parts:
             self.unit.add(parts)
+        if not self._post_forward_indices:  # no other pass through the unit is to be gone back
+            self.unit.end([entry.grad_offload_event for entry in self.fsdp_params if entry.grad_offload_event])
 
     def finalize_backward(self) -> None:
         """As torch's, after which gradients are read."""

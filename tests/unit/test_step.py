@@ -259,15 +259,26 @@ def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
     setup = TrainingSetup(num_processes=2, offload_params=True)
     step = compose(hand_made(), PLAN, setup)
     assert works(step, "host_to_device", "device_to_host") == [
-        ("host_to_device", 4 * 500, "", "copy_in"),
-        ("host_to_device", 4 * 1000, "b", "copy_in"),
-        ("host_to_device", 4 * 1000, "b", "copy_in"),
+        ("host_to_device", 2 * 500, "", "copy_in"),
+        ("host_to_device", 2 * 1000, "b", "copy_in"),
+        ("host_to_device", 2 * 1000, "b", "copy_in"),
         ("device_to_host", 4 * 1000, "b", "reduce_scatter"),
         ("device_to_host", 4 * 500, "", "reduce_scatter"),
     ]
     assert step.resident == () and memory_of(step.events)[1] == 0
-    assert step.host_bytes == 4 * 4 * 1500, "shard, gradient and two states of fp32"
-    assert [event.stream for event in step.events[step.optimizer_at :] if isinstance(event, Work)] == ["offload"]
+    assert step.host_bytes == (4 * 4 + 2) * 1500, "shard, gradient and two states of fp32, and a copy in bf16"
+    on_cpu = [event for event in step.events[step.optimizer_at :] if isinstance(event, Work)]
+    assert [(event.stream, event.phase) for event in on_cpu] == [("offload", "clip"), ("offload", "optimizer")]
+
+
+def test_units_of_one_offloaded_rank_are_sent_one_ahead_and_lie_where_they_are_sent_to() -> None:
+    """The block is sent while the root computes; nothing is copied on the device."""
+    step = compose(hand_made(), PLAN, TrainingSetup(offload_params=True))
+    sent = works(step, "host_to_device")
+    assert sent == [("host_to_device", 2 * size, unit, "copy_in") for size, unit in ((1000, ""), (2000, "b"), (2000, "b"))]
+    begun = step.events.index(Mark("before_forward", "b"))
+    assert [event.unit for event in step.events[:begun] if isinstance(event, Work)] == ["", "b"]
+    assert held(step) == {} and memory_of(step.events)[1] == 0
 
 
 def test_without_fsdp_every_rank_holds_all_and_buckets_are_reduced() -> None:

@@ -104,10 +104,25 @@ def test_compile_saves_traffic_of_elementwise_kernels_and_leaves_matmuls_and_cop
 def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
     offload = dataclasses.replace(SETUP, offload_params=True)
     copied = Work("device_to_host", 0, 1.5 * COMPUTE * 32e9 * 0.8, "a", "forward", "reduce_scatter")
-    adam = Work("memory", 0, 0.1 * 51e9 * 0.7, "a", "optimizer", "offload")
-    timing = timed([matmul("a"), copied, adam], offload)
-    assert timing.seconds == pytest.approx(1.5 * COMPUTE + 0.1, rel=0.01), "the copy runs beside the matmul"
+    clip = Work("memory", 0, 0.1 * 51e9 * 0.7, "a", "clip", "offload")
+    timing = timed([matmul("a"), copied, clip], offload)
+    assert timing.seconds == pytest.approx(1.5 * COMPUTE + 0.1, rel=0.01), "the copy runs during the matmul"
     assert timing.parts["offload"] == pytest.approx(0.5 * COMPUTE + 0.1, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "max_grad_norm", "passes"),
+    [("adamw", 1.0, "forward"), ("adamw", None, "backward"), ("adamw_8bit", 1.0, None)],
+)
+def test_a_step_on_the_cpu_takes_what_the_pass_leaves_during_which_it_runs(
+    optimizer: str, max_grad_norm: float | None, passes: str | None
+) -> None:
+    offload = dataclasses.replace(SETUP, offload_params=True, optimizer=optimizer, max_grad_norm=max_grad_norm)
+    forward, backward = matmul("a"), matmul("a", 2 * COMPUTE, "backward")
+    adam = Work("memory", 0, 2.5 * COMPUTE * 51e9 * 0.7, "a", "optimizer", "offload")
+    hidden = {"forward": COMPUTE, "backward": 2 * COMPUTE, None: 0}[passes]
+    timing = timed([forward, backward, adam], offload)
+    assert timing.parts["offload"] == pytest.approx(2.5 * COMPUTE - hidden, rel=0.01)
 
 
 def estimate(

@@ -4,9 +4,10 @@ order of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
-from hf_fsdp_tools.foresight.events import Axis, EventWriter, Mark, Parameter, TensorSize
+from hf_fsdp_tools.foresight.events import Axis, EventWriter, Kind, Mark, Parameter, TensorSize
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
@@ -89,6 +90,7 @@ class _Unit:
     shard_gradients: int | None = None  # Memory of the shards of gradients
     has_gradients: bool = False
     all_reduced: int | None = None  # Under HSDP, what is summed over the replicas, kept until that has ended
+    following: "_Unit | None" = None  # Of one rank's offloaded units, what the forward pass gathers next
 
     @property
     def name(self) -> str:
@@ -107,6 +109,10 @@ class Fsdp2Schedule:
             # FSDP2 keeps the root where the plan does not say
             is_freed = unit.modules[0] != "" if unit.reshard_after_forward is None else unit.reshard_after_forward
             self._units.append(_Unit(unit, shards, not (setup.reshard_after_forward and is_freed)))
+        if setup.offload_params and setup.dp_shard_size == 1:
+            used = [unit for unit in self._units if unit.shards]
+            for unit, following in pairwise(used):
+                unit.following = following
         self._by_module = {module: unit for unit in self._units for module in unit.unit.modules}
         self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
         self.shards = [shard for unit in self._units for shard in unit.shards]
@@ -128,6 +134,9 @@ class Fsdp2Schedule:
             if not is_backward and not unit.to_run:
                 unit.state, unit.entry, unit.to_run = "forward", mark.module, set(unit.unit.modules)
             self._gather(unit)
+            if not is_backward and unit.following is not None:
+                self._gather(unit.following)  # on one rank, sent one unit ahead (`streamed`)
+                self.writer.unit = unit.name
             self._copy_out(unit)
         elif mark.where == "after_forward" and not is_backward:
             unit.to_run.discard(mark.module)
@@ -229,12 +238,15 @@ class Fsdp2Schedule:
             return
         writer, (first, *_) = self.writer, unit.shards
         if first.ranks == 1:
+            if self._setup.offload_params:
+                writer.unit = unit.name
+                unit.gathered = [self._sent(shard, "gathered parameters", "compute") for shard in unit.shards]
             unit.pending = ()
             return
         inputs: list[int] = []
         cast = [shard for shard in unit.shards if shard.is_cast]
         if self._setup.offload_params:
-            inputs = [self._on_device(shard, "copy_in") for shard in unit.shards]
+            inputs = [self._sent(shard, "gather buffers", "copy_in") for shard in unit.shards]
         elif cast:
             num_bytes = sum(shard.gathered_bytes for shard in cast)
             inputs.append(writer.take(num_bytes, "gather buffers", "copy_in"))
@@ -246,25 +258,19 @@ class Fsdp2Schedule:
         unit.pending = (output,)
         writer.free(*inputs)
 
-    def _on_device(self, shard: Shard, stream: Literal["compute", "copy_in"]) -> int:
-        """A shard that is copied from the host under CPU offload, and cast."""
-        writer, copied = self.writer, list[int]()
-        if self._setup.offload_params:
-            copied = [writer.take(shard.num_bytes, "gather buffers", stream)]
-            writer.work("host_to_device", shard.num_bytes, stream)
-            if not shard.is_cast:
-                return copied[0]
-        cast = writer.take(shard.gathered_bytes, "gather buffers", stream)
-        writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
-        writer.free(*copied)
-        return cast
+    def _sent(self, shard: Shard, kind: Kind, stream: Literal["compute", "copy_in"]) -> int:
+        """A shard that is copied from the host under CPU offload, in the dtype of computation."""
+        self.writer.work("host_to_device", shard.gathered_bytes, "copy_in")
+        return self.writer.take(shard.gathered_bytes, kind, stream)
 
     def _copy_out(self, unit: _Unit) -> None:
         """`wait_for_unshard`; the buffer of a forward pass stays until the next, so that gathers overlap."""
         if unit.pending is None:
             return
         writer, buffer, is_forward = self.writer, unit.pending, unit.state == "forward"
-        unit.gathered, unit.pending = list(self._copied_out(unit)), None
+        if not (self._setup.offload_params and unit.shards[0].ranks == 1):
+            unit.gathered = list(self._copied_out(unit))
+        unit.pending = None
         if is_forward:
             buffer, self._kept_gather = self._kept_gather, buffer
         writer.free(*buffer)
@@ -278,9 +284,12 @@ class Fsdp2Schedule:
         for shard in unit.shards:
             num_bytes = shard.gathered_bytes * ranks
             if ranks == 1:
-                if not (shard.parameter.requires_grad or shard.is_cast or self._setup.offload_params):
+                if not (shard.parameter.requires_grad or shard.is_cast):
                     continue
-                made = [self._on_device(shard, "compute")] if self._setup.offload_params or shard.is_cast else []
+                made = []
+                if shard.is_cast:
+                    made = [writer.take(shard.gathered_bytes, "gather buffers")]
+                    writer.work("memory", shard.num_bytes + shard.gathered_bytes)
                 writer.free(*copies)
                 copies = made
             yield writer.take(num_bytes, "gathered parameters")

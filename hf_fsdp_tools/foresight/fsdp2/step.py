@@ -9,7 +9,7 @@ import torch
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Phase, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -54,8 +54,14 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     state_bytes, state = optimizer_step(update, updated, setup), list[Alloc]()
     writer.phase = "optimizer"
     if on_host:
-        moved = sum(event.num_bytes for event in update.events if type(event) is Work)
-        writer.work("memory", moved, "offload", dtype_bytes=4)
+        phases: tuple[tuple[Phase, int], ...] = (("clip", 0), ("optimizer", 1))
+        for phase, more in phases:
+            moved = sum(event.num_bytes for event in update.events if type(event) is Work and event.phase == phase)
+            # copies in the dtype of computation are made where the shard has just been stepped
+            moved += more * sum(each.gathered_bytes for each in updated if isinstance(each, Shard) and each.is_cast)
+            writer.phase = phase
+            if moved:
+                writer.work("memory", moved, "offload", dtype_bytes=4)
     else:
         state = [writer.alloc(num_bytes, "optimizer") for num_bytes in state_bytes]
     if setup.optimizer == "muon":
@@ -71,6 +77,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     copies = sum(shard.num_bytes * (1 + shard.parameter.requires_grad) for shard in shards)
     inputs = (event for event in trace.events if type(event) is Work and event.stream == "activations")
     host_bytes = int(sum(work.num_bytes for work in inputs if work.operation == "device_to_host"))
+    copies += sum(shard.gathered_bytes for shard in shards if shard.is_cast)
     host_bytes += frozen_bytes + copies + sum(state_bytes) if setup.offload_params else 0
     return Step(tuple(writer.events), optimizer_at, tuple(parameters), tuple(state), host_bytes)
 
