@@ -4,10 +4,10 @@
 
     model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads only its own bytes
 
-The names below, those of `hf_fsdp_tools.steps` (the single steps of `from_pretrained`), `scripting`, `testing` and
-`extensions.fsdp1` are the whole public interface; `ARCHITECTURE.md` draws how they fit together. Importing this package
-imports nothing else: each name loads its module at first use, so accelerate, transformers and torch come when they are
-needed.
+The names below, those of `hf_fsdp_tools.steps` (the single steps of `from_pretrained`), `scripting`, `testing`,
+`extensions.fsdp1` and `extensions.streamed` are the whole public interface; `ARCHITECTURE.md` draws how they fit
+together. Importing this package imports nothing else: each name loads its module at first use, so accelerate,
+transformers and torch come when they are needed.
 """
 
 from importlib import import_module

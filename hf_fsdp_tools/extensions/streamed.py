@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from hf_fsdp_tools.accelerator import find_accelerator, pinned_empty, side_stream_for
-from hf_fsdp_tools.distributed.agreement import rank_on_node
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError
@@ -40,7 +41,9 @@ from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, stream_units
 from hf_fsdp_tools.sharding.phases import Hook
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
-_ELEMENTWISE = (
+__all__ = ["steps_in_backward"]
+
+ELEMENTWISE = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
     optim.SGD,
 )  # fmt: skip
@@ -56,7 +59,6 @@ class Streamed(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Nothing around forward passes: units say when they gather."""
         if sharding.is_offloaded:
-            settle()
             stream_units(model, partial(StreamedUnit, of_model=_Pass()), HostCopy)
             _step_away()
         yield from ()
@@ -80,7 +82,7 @@ class Watched(torch.Tensor):
     def __new__(cls, of: Any, wait: Callable[[], None]) -> "Watched":
         """In the place of the memory of a DTensor, until it is touched."""
         memory = unwatched(of)
-        made: Watched = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's own
+        made: Watched = torch.Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
         )
         made.memory, made.wait, made.of = memory, wait, weakref.ref(of)
@@ -96,7 +98,7 @@ class Watched(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operator on the memory, DTensor's for one."""
         uses = {a.name: Watched.touched if a.alias_info else Watched.read for a in func._schema.arguments}
         args = [tree_map_only(Watched, use, argument) for use, argument in zip(uses.values(), args, strict=False)]
@@ -117,7 +119,7 @@ class Watched(torch.Tensor):
         return self.memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.touched().__reduce_ex__(protocol)
+        return self.touched().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's own
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.touched(), memo)
@@ -137,13 +139,13 @@ def _outside_of_graphs() -> Iterator[None]:
 
 
 class HostCopy:
-    """One offloaded shard, in the dtype in which its unit gathers it."""
+    """What travels of one offloaded shard: the shard itself, or its copy in the dtype in which its unit gathers it."""
 
     def __init__(self, shard: ShardMemory) -> None:
         self.shard = shard
-        self._values: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
         self._watch: Watched | None = None
-        self._of: tuple[int, int] = (0, 0)  # where the shard was that it was made of, and how often written to
+        self._of: tuple[int, int] = (0, 0)  # where the shard was that was copied or sent, and how often written to
         self._sent: tuple[torch.Tensor, torch.Event] | None = None
         self._leaving: torch.Event | None = None
 
@@ -158,8 +160,9 @@ class HostCopy:
         if self._sent is not None:
             (memory, arrived), self._sent = self._sent, None
             torch.accelerator.current_stream(memory.device).wait_event(arrived)
-            return memory
-        values = self._current()
+            if self._is_current():
+                return memory
+        values = self._values()
         moved = values.to(self.shard.device, non_blocking=True)
         if moved.device != values.device:
             self._leaving = torch.accelerator.current_stream(moved.device).record_event()
@@ -169,16 +172,15 @@ class HostCopy:
     def send(self) -> None:
         """Begin to copy the values into the memory of a unit of one rank, on a stream of its own."""
         if self._sent is None and self.shard.is_sent_alone:
-            values, memory = self._current(), self.shard.gathered()
+            values, memory = self._values(), self.shard.gathered()
+            if not self._is_current():
+                self._of = self._version()
+                self.watch(_nothing)
             stream = side_stream_for([memory])
             assert stream is not None, "units of a CPU are not sent"
-            with torch.autograd._unsafe_preserve_version_counter(memory):  # the graph of a pass may know it
+            with _unsafe_preserve_version_counter(memory):  # the graph of a pass may know it
                 self._leaving = stream.copy_beside(memory, values)
             self._sent = memory, self._leaving
-
-    def forget(self) -> None:
-        """Do not use what was sent."""
-        self._sent = None
 
     def leave(self) -> None:
         """Wait until nothing is copied out of host memory any more."""
@@ -187,29 +189,39 @@ class HostCopy:
             self._leaving = None
 
     def watch(self, wait: Callable[[], None]) -> None:
-        """Let the copy, which is being made of the shard, be used until somebody touches the shard."""
+        """Take what was copied or sent for current until somebody touches the shard."""
         self._watch = Watched(self.shard.parameter, wait)
 
     def renew(self) -> None:
-        """Make the copy of the shard."""
+        """Copy the shard in host memory."""
         data = self.shard.data()
-        if self._values is None or self._values.numel() != data.numel():
+        if self._copy is None or self._copy.numel() != data.numel():
             empty = pinned_empty if self.shard.is_pinned else torch.empty
-            self._values = empty(data.shape, dtype=self.shard.gathered_dtype)
-        self._values.copy_(data)
-        self._of = data.data_ptr(), data._version
+            self._copy = empty(data.shape, dtype=self.shard.gathered_dtype)
+        self._copy.copy_(data)
+        self._of = self._version()
 
-    def _current(self) -> torch.Tensor:
-        data = self.shard.data()
+    def _values(self) -> torch.Tensor:
         if not self.is_another:
-            return data
-        is_watched = self._watch is not None and self.shard.parameter._local_tensor is self._watch
-        if self._values is None or not is_watched or self._of != (data.data_ptr(), data._version):
+            return self.shard.data()
+        if self._copy is None or not self._is_current():
             self.leave()
             self.renew()
-            self.watch(lambda: None)
-        assert self._values is not None
-        return self._values
+            self.watch(_nothing)
+        assert self._copy is not None
+        return self._copy
+
+    def _is_current(self) -> bool:
+        of: Any = self.shard.parameter
+        return self._watch is not None and of._local_tensor is self._watch and self._of == self._version()
+
+    def _version(self) -> tuple[int, int]:
+        data = self.shard.data()
+        return data.data_ptr(), 0 if data.is_inference() else data._version
+
+
+def _nothing() -> None:
+    """What a watched shard waits for that nobody steps on."""
 
 
 @dataclass
@@ -223,10 +235,10 @@ class _Pass:
 
 
 class StreamedUnit:
-    """One unit that FSDP2 offloads, with these entries of FSDP2's for its parameters."""
+    """One unit that FSDP2 offloads, with a function that gives what is streamed of it, by shard."""
 
-    def __init__(self, entries: list[Any], *, of_model: _Pass) -> None:
-        self._entries = entries
+    def __init__(self, copies: Callable[[], dict[torch.Tensor, HostCopy]], *, of_model: _Pass) -> None:
+        self.copies = copies
         self._pass = of_model
         self._following: StreamedUnit | None = None  # what a forward pass gathered next
         self._sum: Future[None] | None = None
@@ -236,12 +248,8 @@ class StreamedUnit:
         """The optimizer whose step on the unit began in the backward pass."""
         _UNITS[next(_NUMBERS)] = self
 
-    def copies(self) -> dict[torch.Tensor, HostCopy]:
-        """What is streamed of the unit, by shard."""
-        return {entry.sharded_param: entry.copy for entry in self._entries if hasattr(entry, "copy")}
-
     def begin(self, *, is_forward: bool) -> None:
-        """On one rank, begin to send this unit, and the next one of a forward pass, unless a step on it is under way."""
+        """On one rank, begin to send this unit, and the next of a forward pass, unless a step on it is under way."""
         self._send()
         if is_forward:
             if self._pass.gathered is not None:
@@ -365,19 +373,26 @@ def _take(optimizer: Any) -> None:
     """Take what the thread is to step out of the groups for the time of the optimizer's own step: the first step, which
     makes the moments, is the optimizer's own."""
     _restore(optimizer)  # a step that failed left them so
-    for unit in list(_UNITS.values()):
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    held = {each for _, parameters in groups for each in parameters}
+    copies = dict[torch.Tensor, HostCopy]()
+    for unit in _with_shards_of(held):
         if unit.stepped_by is not optimizer:
             unit.wait()
-    copies = {shard: copy for unit in _UNITS.values() for shard, copy in unit.copies().items()}
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for held in (copies[each] for _, parameters in groups for each in parameters if each in copies):
-        held.leave()
-    if type(optimizer) in _ELEMENTWISE and not copies.keys().isdisjoint(each for _, held in groups for each in held):
+        copies |= unit.copies()
+    for each in copies.values():
+        each.leave()
+    if type(optimizer) in ELEMENTWISE and copies:
         if optimizer not in _TAKEN:
             optimizer.register_state_dict_pre_hook(lambda _: settle())
         _TAKEN[optimizer] = groups
-        for group, held in groups:
-            group["params"] = [p for p in held if p not in copies or p.grad is None or not optimizer.state.get(p)]
+        for group, own in groups:
+            group["params"] = [p for p in own if p not in copies or p.grad is None or not optimizer.state.get(p)]
+
+
+def _with_shards_of(held: set[torch.Tensor]) -> list[StreamedUnit]:
+    """The units with any of these shards, in the order of the forward pass."""
+    return [unit for unit in _UNITS.values() if not held.isdisjoint(unit.copies())]
 
 
 def _restore(optimizer: Any) -> list[tuple[dict[str, Any], list[Any]]]:
@@ -401,10 +416,11 @@ def _step_units(optimizer: Any) -> None:
     """Let the thread step unit by unit, in the order of the forward pass, and renew the copies of what is trained."""
     taken = _restore(optimizer)
     held = {each for group in optimizer.param_groups for each in group["params"]}
-    for unit in list(_UNITS.values()):
+    for unit in _with_shards_of(held):
+        trained = unit.copies().keys() & held
         if unit.stepped_by is optimizer:
             unit.stepped_by = None
-        elif trained := unit.copies().keys() & held:
+        else:
             run, used = _step_on(optimizer, [(now, [each for each in own if each in trained]) for now, own in taken])
             unit.step([run], used, trained)
 
@@ -437,8 +453,8 @@ def steps_in_backward(optimizer: Any) -> Iterator[None]:
     """Let an optimizer step each offloaded unit as soon as the backward pass of the unit is done, in a block.
 
     The CPU then works while the device goes on with the units below, and `optimizer.step()`, which must follow, does
-    the rest. Numbers are those of a step after the pass. Nothing may change gradients in between: do not clip by a norm,
-    which is known only when all gradients are, nor scale losses for fp16. Without CPU offload it does nothing. A
+    the rest. Numbers are those of a step after the pass. Nothing may change gradients in between: do not clip by a
+    norm, which is known only when all gradients are, nor scale losses for fp16. Without CPU offload it does nothing. A
     Trainer with `max_grad_norm: 0` enters it by itself.
 
     Args:
@@ -457,9 +473,11 @@ def steps_in_backward(optimizer: Any) -> Iterator[None]:
         >>> optimizer.step()
     """
     own = getattr(optimizer, "optimizer", optimizer)
-    if type(own) not in _ELEMENTWISE:
-        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
-        raise ConfigError(f"{type(own).__name__} cannot step in the backward pass. Leave steps_in_backward, or take {known}.")
+    if type(own) not in ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
+        raise ConfigError(
+            f"{type(own).__name__} cannot step in the backward pass. Leave steps_in_backward, or take {known}."
+        )
     _EARLY.append(own)
     try:
         yield

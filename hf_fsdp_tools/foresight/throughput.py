@@ -1,7 +1,8 @@
 """How fast a training runs: tokens per second, use of the GPU's peak, where the time goes, what it costs.
 
-In a pass the slowest of computation, the host that issues kernels, collectives, copies and an optimizer that steps on the
-CPU hides the others. Waited for are the first gather, the last reduction, collectives between layers, clipping on the CPU.
+In a pass the slowest of computation, the host that issues kernels, collectives, copies, and an optimizer that steps on
+the CPU hides the others. Waited for are the first gather, the last reduction, collectives between layers, and clipping
+on the CPU.
 """
 
 import math
@@ -39,7 +40,7 @@ _PARTS = {
     "slowest GPU": "waiting for the slowest GPU",
 }
 _SHARED = "times of GPUs that divide rows, layers or experts were not compared with any real run"
-_OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the estimated tokens/s"
+_OFFLOADED = "CPU offload was not timed; PyTorch's own (70 B on 8 A100) ran once at 0.6 of what was estimated for it"
 
 
 @dataclass(frozen=True, kw_only=True)

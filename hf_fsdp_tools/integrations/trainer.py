@@ -30,6 +30,7 @@ from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
+from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, steps_in_backward
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
 from hf_fsdp_tools.integrations.hooks import check_hooks
@@ -324,7 +325,10 @@ class FSDPTrainerMixin(PushingMixin):
         rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
         if self.fsdp_settings.report_estimate is not None:
             self._measured.count(inputs)
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        is_last = self.accelerator.sync_gradients and not self.args.max_grad_norm and self.accelerator.scaler is None
+        streams = is_last and type(getattr(self.optimizer, "optimizer", None)) in ELEMENTWISE
+        with steps_in_backward(self.optimizer) if streams else nullcontext():
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -36,14 +36,14 @@ from hf_fsdp_tools.modeling.notes import install_style, note_of
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
-_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "unit"}
+_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
 """Names that no torch needs to have."""
 
 
 def names_of_fsdp2() -> set[str]:
     """The names that this file reads of torch's states, groups and entries: `group.name`, wherever it stands."""
     code = inspect.getsource(sys.modules[__name__])
-    return set(re.findall(r"\b(?:state|group|entry|info|super\(\))\.(\w+)", code)) - _OURS
+    return set(re.findall(r"\b(?:state|group|entry|info)\.(\w+)", code)) - _OURS
 
 
 def refuse_without(names: Iterable[str], code: str) -> None:
@@ -307,47 +307,55 @@ class _OffloadedGroup(_fsdp_param_group.FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         """As torch's, which begins nothing on one rank."""
+        group: Any = self
         self.unit.wait()
         super().unshard(async_op)
-        if self._all_gather_result is not None:
-            self.unit.begin(is_forward=self._training_state == _fsdp_param_group.TrainingState.FORWARD)
+        if group._all_gather_result is not None:
+            self.unit.begin(is_forward=group._training_state == _fsdp_common.TrainingState.FORWARD)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def post_backward(self, *unused: Any) -> None:
         """As torch's, which waits for each gradient that it adds to one of an earlier pass."""
-        held = [(entry, entry.sharded_param.grad) for entry in self.fsdp_params if self.reduce_grads]
-        held = [(e, total) for e, total in held if total is not None and not e.sharded_param._post_accumulate_grad_hooks]
-        for entry, _ in held:
+        group: Any = self
+        sums = {entry: entry.sharded_param.grad for entry in group.fsdp_params if group.reduce_grads}
+        watched = {entry for entry in sums if entry.sharded_param._post_accumulate_grad_hooks}  # who reads at once
+        sums = {entry: total for entry, total in sums.items() if total is not None and entry not in watched}
+        for entry in sums:
             entry.sharded_param.grad = None
         super().post_backward(*unused)
         parts = []
-        for entry, total in held:
+        for entry, total in sums.items():
             gradient, entry.sharded_param.grad = entry.sharded_param.grad, total
             if gradient is not None:
                 parts.append((local_tensor(total), local_tensor(gradient), entry.grad_offload_event))
                 entry.grad_offload_event = None
         if parts:
             self.unit.add(parts)
-        if not self._post_forward_indices:  # no other pass through the unit is to be gone back
-            self.unit.end([entry.grad_offload_event for entry in self.fsdp_params if entry.grad_offload_event])
+        if not group._post_forward_indices:  # no other pass through the unit is to be gone back
+            self.unit.end([entry.grad_offload_event for entry in group.fsdp_params if entry.grad_offload_event])
 
     def finalize_backward(self) -> None:
         """As torch's, after which gradients are read."""
         super().finalize_backward()  # type: ignore[no-untyped-call]  # torch's own
         self.unit.wait_for_sums()
 
+    def copies(self) -> dict[nn.Parameter, Any]:
+        """What travels in the place of each shard."""
+        group: Any = self
+        return {entry.sharded_param: entry.copy for entry in group.fsdp_params if isinstance(entry, _OffloadedEntry)}
 
-def stream_units(model: nn.Module, unit_of: Callable[[list[Any]], Any], copy_of: Callable[[ShardMemory], Any]) -> None:
-    """Let the units of an offloaded model, just sharded, gather the copies that `copy_of` makes of shards, and tell the
-    unit that `unit_of` makes of these when they gather and when their gradients arrive. What has a way of its own to be
-    gathered is left to it."""
+
+def stream_units(model: nn.Module, unit_of: Callable[..., Any], copy_of: Callable[[ShardMemory], Any]) -> None:
+    """Let the units of an offloaded model, just sharded, gather the copies that `copy_of` makes of shards. They call
+    what `unit_of` makes, of a function that gives a unit's copies by shard, when they gather, and when their gradients
+    arrive. Shards with a way of their own to be gathered are left to it."""
     for group in _groups(model):
         for entry in group.fsdp_params:
             if type(entry) is _Entry and not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):
                 entry.__class__ = _OffloadedEntry
-                entry.copy = copy_of(ShardMemory(entry))
+                entry.copy = copy_of(ShardMemory(entry))  # type: ignore[attr-defined]  # of the class that it has now
         group.__class__ = _OffloadedGroup
-        group.unit = unit_of(group.fsdp_params)
+        group.unit = unit_of(group.copies)
 
 
 def use_own_entries(model: nn.Module) -> None:

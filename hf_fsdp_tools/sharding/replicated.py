@@ -204,7 +204,7 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
     norms = [_norm_of([p.grad for p in kind if p.grad is not None], order) for kind in kinds]
     norms = [norm.to(device) for norm in norms]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, order).to(device)
-    for kind in kinds:
+    for kind in kinds if math.isfinite(limit) else ():  # a Trainer asks for the norm alone by an infinite limit
         nn.utils.clip_grads_with_norm_(kind, limit, total)
     return total
 

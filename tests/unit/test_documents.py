@@ -13,7 +13,7 @@ import pytest
 import hf_fsdp_tools
 from hf_fsdp_tools import scripting, steps, testing
 from hf_fsdp_tools.cli.main import _parser
-from hf_fsdp_tools.extensions import fsdp1
+from hf_fsdp_tools.extensions import fsdp1, streamed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fsdp_tools"
@@ -163,7 +163,14 @@ def test_the_reference_has_every_public_name():
         r"^\.\. auto(?!module)\w+:: (?:hf_fsdp_tools\.steps\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE
     )
     assert sorted(named) == sorted(
-        [*hf_fsdp_tools.__all__, *steps.__all__, *fsdp1.__all__, *scripting.__all__, *testing.__all__]
+        [
+            *hf_fsdp_tools.__all__,
+            *steps.__all__,
+            *fsdp1.__all__,
+            *streamed.__all__,
+            *scripting.__all__,
+            *testing.__all__,
+        ]
     )
 
 

@@ -275,7 +275,9 @@ def test_units_of_one_offloaded_rank_are_sent_one_ahead_and_lie_where_they_are_s
     """The block is sent while the root computes; nothing is copied on the device."""
     step = compose(hand_made(), PLAN, TrainingSetup(offload_params=True))
     sent = works(step, "host_to_device")
-    assert sent == [("host_to_device", 2 * size, unit, "copy_in") for size, unit in ((1000, ""), (2000, "b"), (2000, "b"))]
+    assert sent == [
+        ("host_to_device", 2 * size, unit, "copy_in") for size, unit in ((1000, ""), (2000, "b"), (2000, "b"))
+    ]
     begun = step.events.index(Mark("before_forward", "b"))
     assert [event.unit for event in step.events[:begun] if isinstance(event, Work)] == ["", "b"]
     assert held(step) == {} and memory_of(step.events)[1] == 0

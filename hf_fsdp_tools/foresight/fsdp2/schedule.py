@@ -90,7 +90,7 @@ class _Unit:
     shard_gradients: int | None = None  # Memory of the shards of gradients
     has_gradients: bool = False
     all_reduced: int | None = None  # Under HSDP, what is summed over the replicas, kept until that has ended
-    following: "_Unit | None" = None  # Of one rank's offloaded units, what the forward pass gathers next
+    following: "_Unit | None" = None  # What a forward pass gathers next, where one rank is offloaded
 
     @property
     def name(self) -> str:
@@ -110,9 +110,8 @@ class Fsdp2Schedule:
             is_freed = unit.modules[0] != "" if unit.reshard_after_forward is None else unit.reshard_after_forward
             self._units.append(_Unit(unit, shards, not (setup.reshard_after_forward and is_freed)))
         if setup.offload_params and setup.dp_shard_size == 1:
-            used = [unit for unit in self._units if unit.shards]
-            for unit, following in pairwise(used):
-                unit.following = following
+            for each, following in pairwise([each for each in self._units if each.shards]):
+                each.following = following
         self._by_module = {module: unit for unit in self._units for module in unit.unit.modules}
         self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
         self.shards = [shard for unit in self._units for shard in unit.shards]

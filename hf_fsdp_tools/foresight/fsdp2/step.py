@@ -9,7 +9,18 @@ import torch
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Phase, Trace, Work
+from hf_fsdp_tools.foresight.events import (
+    Alloc,
+    Event,
+    EventWriter,
+    Free,
+    Gradient,
+    Mark,
+    Parameter,
+    Phase,
+    Trace,
+    Work,
+)
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan

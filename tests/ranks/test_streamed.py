@@ -1,0 +1,287 @@
+"""Offloaded shards whose optimizer steps on a thread: numbers are those of shards that stay, whatever is done between.
+
+The thread is held up in most cases, so that what does not wait for it computes with old values.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_fsdp_tools import ConfigError, add_adapter, clip_grad_norm_, from_config
+from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.extensions import streamed
+from hf_fsdp_tools.extensions.streamed import steps_in_backward
+from hf_fsdp_tools.modeling.module_tree import replaced
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, logged
+
+IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
+CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 131}
+
+
+@contextmanager
+def held_up() -> Iterator[None]:
+    """Let the thread begin each piece of work late."""
+    own = streamed._run
+
+    def late(calls: list[Callable[[], None]]) -> None:
+        time.sleep(0.01)
+        own(calls)
+
+    with replaced(streamed, _run=late):
+        yield
+
+
+def built(offload: bool, dtype: str | None, lora: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**CONFIG, num_hidden_layers=3)
+    model = from_config(config, offload_policy=offload, mp_policy=dtype, **options)
+    return add_adapter(model, LoraConfig(r=4, target_modules="all-linear")) if lora else model
+
+
+def trained(
+    offload: bool,
+    dtype: str | None = "bf16",
+    *,
+    lora: bool = False,
+    optimizer: Any = torch.optim.AdamW,
+    between: Callable[..., Any] = lambda *_: None,
+    early: bool = False,
+    steps: int = 3,
+) -> list[Any]:
+    """Losses, what was seen between steps, and weights, of steps of two micro-batches with a schedule."""
+    model, seen = built(offload, dtype, lora, activation_checkpointing=not lora), list[Any]()
+    own = optimizer([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+    for step in range(steps):
+        for micro in range(2):
+            ids = IDS.roll(step + micro, 0)
+            loss = model(input_ids=ids, labels=ids).loss
+            with steps_in_backward(own) if early and micro else nullcontext():
+                loss.backward()
+            seen.append(loss.item())
+        if not early:
+            clip_grad_norm_(model.parameters(), 0.5)
+        own.step()
+        schedule.step()
+        seen.append(between(model, own))
+        own.zero_grad()
+    return [*seen, *(float(local_tensor(each).double().sum()) for each in model.parameters())]
+
+
+def same(**options: Any) -> bool:
+    with held_up():
+        return trained(False, **options) == trained(True, **options)
+
+
+def multiplied(model: Any, optimizer: Any, view: Callable[[Any], Any]) -> None:
+    for parameter in model.parameters():
+        with torch.no_grad():
+            view(parameter).mul_(0.9)
+
+
+def as_numpy(tensor: Any) -> Any:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return torch.from_numpy(local.numpy())
+
+
+def moments(model: Any, optimizer: Any) -> Any:
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return [[float(each["step"]), float(local_tensor(each["exp_avg"]).double().sum())] for each in state.values()]
+
+
+def evaluated(model: Any, optimizer: Any) -> float:
+    with torch.inference_mode():
+        return float(model(input_ids=IDS, labels=IDS).loss)
+
+
+BETWEEN: dict[str, Callable[..., Any]] = {
+    "weights are written by .data": partial(multiplied, view=lambda p: p.data),
+    "weights are written": partial(multiplied, view=lambda p: p),
+    "local parts are written": partial(multiplied, view=lambda p: p.to_local() if hasattr(p, "to_local") else p),
+    "memory is written by numpy": partial(multiplied, view=as_numpy),
+    "gradients are set to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "a norm is read": lambda model, _: [float(local_tensor(p).norm()) for p in model.parameters()],
+    "moments are read": moments,
+    "the model is copied": lambda model, _: float(local_tensor(next(copy.deepcopy(model).parameters())).sum()),
+    "a state dict is loaded": lambda model, _: (
+        model.load_state_dict({name: value.clone() * 0.9 for name, value in model.state_dict().items()}) and None
+    ),
+    "the model is evaluated": evaluated,
+}
+
+OPTIMIZERS = {
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "one by one": partial(torch.optim.AdamW, foreach=False),
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "no state": torch.optim.SGD,
+    "not torch's": type("Own", (torch.optim.AdamW,), {}),
+}
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    made = {f"between: {name}": partial(same, between=call) for name, call in BETWEEN.items()}
+    made |= {f"optimizer: {name}": partial(same, optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}
+    made["fp32"] = partial(same, dtype=None)
+    made["LoRA"] = partial(same, lora=True)
+    made["in the backward pass"] = partial(same, early=True)
+    made["in the backward pass, fp32, LoRA"] = partial(same, early=True, dtype=None, lora=True)
+    return made
+
+
+def results() -> dict[str, Any]:
+    return run_cases(cases())
+
+
+def forward_passes_begin_before_later_units_are_stepped() -> None:
+    """The thread steps a block only once the forward pass of the block before has begun: with whoever waits for all
+    steps first, it waits for ever."""
+    model = built(True, "bf16")
+    own, begun = torch.optim.AdamW(model.parameters()), [threading.Event() for _ in range(3)]
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    own.step()  # makes the moments
+    steps: Iterator[int] = iter(range(100))
+    run = streamed._run
+
+    def run_late(calls: list[Callable[[], None]]) -> None:
+        at = next(steps)  # the root is stepped first, then the embedding, then the blocks
+        assert at < 3 or begun[at - 3].wait(30), f"{at}: the forward pass has not begun"
+        run(calls)
+
+    with replaced(streamed, _run=run_late):
+        own.step()
+        for block, event in zip(model.model.layers, begun, strict=True):
+            block.register_forward_pre_hook(lambda *_, event=event: event.set())
+        model(input_ids=IDS)
+        streamed.settle()
+    assert next(steps) > 3
+
+
+def steps_run_while_the_backward_pass_goes_on() -> None:
+    """The thread steps the last block only once the backward pass has reached the first."""
+    model = built(True, "bf16")
+    own, reached, waited = torch.optim.AdamW(model.parameters()), threading.Event(), list[bool]()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    own.step()
+    own.zero_grad()
+    run = streamed._run
+
+    def run_late(calls: list[Callable[[], None]]) -> None:
+        waited.append(reached.wait(30))
+        run(calls)
+
+    model.model.layers[0].register_full_backward_pre_hook(lambda *_: reached.set())
+    with replaced(streamed, _run=run_late), steps_in_backward(own):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        assert reached.is_set()
+        begun = [unit for unit in streamed._UNITS.values() if unit.stepped_by is own]
+        assert len(begun) >= 3
+        with pytest.raises(ConfigError, match="stepped in two backward passes"):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+    own.step()
+    streamed.settle()
+    assert all(waited) and len(waited) >= 3
+
+
+def an_error_of_the_thread_is_raised_by_the_next_pass() -> None:
+    model = built(True, "bf16")
+    own = torch.optim.AdamW(model.parameters())
+
+    def fail(calls: list[Callable[[], None]]) -> None:
+        raise MemoryError("no room on the thread")
+
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    with replaced(streamed, _run=fail):
+        own.step()
+    with pytest.raises(MemoryError, match="no room on the thread"):
+        model(input_ids=IDS)
+    for unit in streamed._UNITS.values():  # the next case is another model's
+        with suppress(MemoryError):
+            unit.wait()
+
+
+def copies_are_made_once_for_each_step() -> None:
+    """In the steady state by the thread alone; after a weight was touched, once by the pass that needs it."""
+    model, made = built(True, "bf16"), list[str]()
+    own, renew = torch.optim.AdamW(model.parameters()), streamed.HostCopy.renew
+
+    def counted(copied: Any) -> None:
+        made.append(threading.current_thread().name)
+        renew(copied)
+
+    def step() -> int:
+        made.clear()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        own.step()
+        own.zero_grad()
+        streamed.settle()
+        return sum(name == threading.current_thread().name for name in made)
+
+    with replaced(streamed.HostCopy, renew=counted):
+        parameters = list(model.parameters())
+        assert step() == len(parameters)
+        assert [step(), step()] == [0, 0] and len(made) == len(parameters)
+        parameters[1].data.mul_(2)
+        assert step() == 1
+
+
+def other_optimizers_are_refused_in_the_backward_pass() -> None:
+    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ConfigError, match="LBFGS cannot step in the backward pass"), steps_in_backward(optimizer):
+        raise AssertionError("it was entered")
+
+
+def a_trainer_that_does_not_clip_steps_in_the_backward_pass(folder: Path) -> None:
+    begun, losses = list[int](), list[list[float]]()
+    end = streamed.StreamedUnit.end
+
+    def counted(unit: Any, arrivals: Any) -> None:
+        end(unit, arrivals)
+        begun.append(unit.stepped_by is not None)
+
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    for offload in (False, True):
+        torch.manual_seed(0)
+        with replaced(streamed.StreamedUnit, end=counted):
+            settings = {"max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2, "bf16": True}
+            settings |= {"fsdp": True, "fsdp_config": {"version": 2, "offload_params": offload}, "seed": 1}
+            config = LlamaConfig(**CONFIG, num_hidden_layers=2)
+            torch.manual_seed(0)
+            trainer = ShardedTrainer(LlamaForCausalLM(config), arguments(folder, **settings), train_dataset=rows * 8)
+            trainer.train()
+        losses.append(logged(trainer))
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert sum(begun) > 3, "units are stepped by the passes that end the second and the third step"
+
+
+ORDERS = (
+    forward_passes_begin_before_later_units_are_stepped, steps_run_while_the_backward_pass_goes_on,
+    an_error_of_the_thread_is_raised_by_the_next_pass, copies_are_made_once_for_each_step,
+    other_optimizers_are_refused_in_the_backward_pass,
+)  # fmt: skip
+
+
+@pytest.mark.shows("losses of one process", "gradient accumulation", "clipping", "LoRA", "offload")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_step_on_a_thread_equals_one_that_is_waited_for(ranks: int) -> None:
+    for found in run_ranks(results, ranks):
+        assert found == dict.fromkeys(cases(), True)
+
+
+def test_a_thread_steps_and_copies_while_passes_run() -> None:
+    run_ranks(run_cases, 2, ORDERS)
+
+
+def test_a_trainer_that_does_not_clip_steps_in_the_backward_pass(tmp_path: Path) -> None:
+    run_ranks(a_trainer_that_does_not_clip_steps_in_the_backward_pass, 2, tmp_path)
