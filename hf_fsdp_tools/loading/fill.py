@@ -18,19 +18,16 @@ from hf_fsdp_tools.distributed.shards import keep_part, local_boxes_of, local_pa
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize
-from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
+from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
+from hf_fsdp_tools.loading.quantized.four_bits import NOTHING, Weights4Bit
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.sharding.allocate import allocate
-
-_NO_4BIT = Weights4Bit()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ def fill_shards(
     loaded: Mapping[str, PieceTensor],
     *,
     groups: Mapping[str, ConversionGroup] | None = None,
-    weights_4bit: Weights4Bit = _NO_4BIT,
+    computed: Weights4Bit = NOTHING,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     doing: str,
@@ -75,14 +72,13 @@ def fill_shards(
             places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
-            packed = shares_of(weights_4bit, state, index)
-            beside_bytes = weights_4bit.text_bytes(index) + sum(share.num_bytes for share in packed)
+            others = computed.shares(state, index)
             shards = [local_tensor(tensor) for tensor in state.values()]
-            side = side_stream_for([*shards, *(torch.empty(0, device=share.device) for share in packed[:1])])
+            side = side_stream_for([*shards, torch.empty(0, device=others.device)])
             if side is not None:
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
-            to_read += beside_bytes + sum(band.num_bytes for band in bands if band)
+            to_read += others.num_bytes + sum(band.num_bytes for band in bands if band)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -95,19 +91,17 @@ def fill_shards(
             stack.enter_context(reader)
             stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
-            if weights_4bit.texts:
-                stats += read_texts(weights_4bit, state, index, reader)
+            stats += others.read(reader)
         if bands:
             with agreed(doing):
                 stats += _read_bands(filter(None, bands), index, reader, staging_bytes=staging_bytes)
-        if packed:
-            stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
+        stats += others.pack(reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, received)
     on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share_bytes + beside_bytes,
+        share_bytes=share_bytes + others.num_bytes,
         host_bytes=sum(on_host.values()),
     )
 
@@ -231,8 +225,7 @@ def check_values(match: Match, *, staging_bytes: int) -> TransferStats:
     """Compare the two stored values of each tied pair, and look for columns of quantised weights that are ordered by
     activation; each rank compares its own shards, and looks at some weights, which costs what is returned."""
     index, (rank, world_size) = match.index, rank_and_size()
-    quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
-    ordered = [tensor for tensor in quantized if tensor.groups is not None]
+    ordered = with_groups(index.tensors.values())
     if not match.tied_pairs and not ordered:
         return TransferStats()
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -95,16 +94,17 @@ class CheckpointIndex:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
         return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
 
-    def source_dtype(self, source: str) -> torch.dtype:
-        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
-        return self._chunks[source].stored.dtype if source in self._chunks else self.tensors[source].dtype
+    def _stored(self, source: str) -> Stored:
+        return self._chunks[source].stored if source in self._chunks else self.tensors[source]
+
+    def source_dtype(self, source: str, floats: torch.dtype | None = None) -> torch.dtype:
+        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; that of
+        the `floats` which quantised values become."""
+        return self._stored(source).dtype_in(floats)
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
-        tensor = None if source in self._chunks else self.tensors[source]
-        if isinstance(tensor, QuantizedTensor):
-            return tensor.num_bytes / max(1, math.prod(tensor.shape))
-        return self.source_dtype(source).itemsize
+        return self._stored(source).value_bytes
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""
@@ -341,17 +341,9 @@ def _headers(tensors: Mapping[str, Stored]) -> Iterator[Any]:
     files: set[Path] = set()
     for key, tensor in sorted(tensors.items()):
         yield [key, str(tensor.dtype), list(tensor.shape)]
-        for part in _stored_parts(tensor):
+        for part in tensor.parts:
             files.add(part.file)
             yield [part.file.name, part.offset, part.num_bytes]
     for file in sorted(files):
         with watched(file):
             yield [file.name, file.stat().st_size]
-
-
-def _stored_parts(tensor: Stored) -> list[StoredTensor]:
-    if isinstance(tensor, ChunkedTensor):
-        return [chunk.stored for chunk in tensor.chunks]
-    if isinstance(tensor, QuantizedTensor):
-        return list(tensor.parts)
-    return [tensor]

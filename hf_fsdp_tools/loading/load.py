@@ -35,11 +35,10 @@ from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import floats_held, refuse_cast
+from hf_fsdp_tools.modeling.packed import floats_held, forget_quantization, refuse_cast
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
@@ -172,7 +171,7 @@ def load_weights(
                 match.index,
                 match.loaded,
                 groups=match.load_map.groups,
-                weights_4bit=match.weights_4bit,
+                computed=match.computed,
                 device=device,
                 dtype=dtype,
                 doing=doing,

@@ -28,9 +28,9 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer,
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization, write_older_keys
+from hf_fsdp_tools.modeling.configs import whole_generation_config, write_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import refuse_cast
+from hf_fsdp_tools.modeling.packed import refuse_cast, with_stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder

@@ -23,10 +23,11 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import listed_as_parameters, packed_parameters, with_added
+from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, with_added
+from hf_fsdp_tools.modeling.packed_weight import Factors
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
-from hf_fsdp_tools.text import first_lines, listed
+from hf_fsdp_tools.text import first_lines
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
@@ -75,22 +76,21 @@ def guard_injection() -> None:
 
     @contextmanager
     def activate_lora(wrapper: Any, active: list[str]) -> Iterator[None]:
-        base, name = wrapper.get_base_layer(), wrapper.parameter_name
-        if name not in note_of(base).packed:
-            with activate(wrapper, active):
-                yield
-            return
-        a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
-        names = [adapter for adapter in active if adapter in a]
-        if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
-            added = [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
-        else:
-            added = [wrapper.get_delta_factors(each) for each in names]
-        with with_added(base, name, added):
+        added, plain = partial(_factors, wrapper, active), partial(activate, wrapper, active)
+        with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, plain):
             yield
 
     BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
     ParamWrapper._activate_lora = activate_lora
+
+
+def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
+    """What PEFT's active adapters of a parameter add to it."""
+    a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
+    names = [adapter for adapter in active if adapter in a]
+    if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
+        return [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
+    return [wrapper.get_delta_factors(each) for each in names]
 
 
 def _cut_whole(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -131,18 +131,19 @@ def refuse_for_any(config: Any) -> None:
 def refuse_for_shards(config: Any, model: nn.Module, sharding: Any) -> None:
     """Refuse an adapter that cannot be made on a model that is sharded so."""
     refuse_for_any(config)
-    if getattr(config, "use_dora", False) and packed_parameters(model):
-        raise ConfigError(
+    if getattr(config, "use_dora", False):
+        require_floats(
+            model,
             "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
-            "use_dora=False, or load the base without quantization_config and dequantize=False."
+            "use_dora=False, or load the base without quantization_config and dequantize=False.",
         )
     whole = tuple(getattr(config, "modules_to_save", None) or ())
-    owners = {fqn: accumulate(fqn.split(".")[:-1], "{}.{}".format) for fqn in packed_parameters(model) if whole}
-    if trained := [fqn for fqn, names in owners.items() if any(name.endswith(whole) for name in names)]:
-        raise ConfigError(
-            f"modules_to_save would train {listed(trained)}, which are quantised as stored. Leave them out, or load "
-            "the base without dequantize=False."
-        )
+    require_floats(
+        model,
+        "modules_to_save would train {}, which are quantised as stored. Leave them out, or load the base without "
+        "dequantize=False.",
+        among=lambda fqn: any(name.endswith(whole) for name in accumulate(fqn.split(".")[:-1], "{}.{}".format)),
+    )
     start = getattr(config, "init_lora_weights", None)
     needs = {
         f"init_lora_weights={start!r}": isinstance(start, str) and start.lower().startswith(_NEEDS_BASE),

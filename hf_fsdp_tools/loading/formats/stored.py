@@ -15,8 +15,24 @@ from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.text import listed
 
 
+class _Plain:
+    """A tensor whose values are stored as they are."""
+
+    __slots__ = ()
+    dtype: torch.dtype
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes in which one value is stored."""
+        return self.dtype.itemsize
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of its values where those that are no floats become floats of this dtype."""
+        return self.dtype
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
+class StoredTensor(_Plain):
     """One tensor of a checkpoint that lies in one file."""
 
     key: str
@@ -35,6 +51,11 @@ class StoredTensor:
     """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
     start: tuple[int, ...] | None = None
     """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
+
+    @property
+    def parts(self) -> tuple["StoredTensor", ...]:
+        """Everything that is stored of it."""
+        return (self,)
 
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
@@ -60,7 +81,7 @@ class TensorChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedTensor:
+class ChunkedTensor(_Plain):
     """One tensor of a checkpoint that was saved in chunks; the chunks cover the tensor and do not overlap."""
 
     key: str
@@ -78,6 +99,11 @@ class ChunkedTensor:
     def num_bytes(self) -> int:
         """Length of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Everything that is stored of it."""
+        return tuple(chunk.stored for chunk in self.chunks)
 
     @property
     def sources(self) -> Mapping[str, torch.dtype]:
@@ -151,6 +177,15 @@ class QuantizedTensor:
     def num_bytes(self) -> int:
         """Bytes of values and scales as they are stored."""
         return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes in which one value is stored, with its part of the scales."""
+        return self.num_bytes / max(1, math.prod(self.shape))
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of its values where they become floats of this dtype; None: of that which it passes for."""
+        return dtype or self.dtype
 
     @property
     def strides(self) -> tuple[int, ...]:

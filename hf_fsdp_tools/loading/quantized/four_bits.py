@@ -47,9 +47,22 @@ class Weights4Bit:
         made = {part for fqn in self.plain for part in self.forms[fqn].parts(fqn)}
         return made | {part_name(fqn, "offset") for fqn in self.texts if "offset" in self.forms[fqn].scales}
 
-    def text_bytes(self, index: CheckpointIndex) -> int:
-        """Bytes of all texts."""
-        return sum(index.tensors[key].num_bytes for key in self.texts.values())
+    def shares(self, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> "Shares":
+        """This rank's part, of a model whose tensors are `state`."""
+        packed = [
+            Share(
+                form=(form := self.forms[fqn]),
+                plain=plain,
+                parts={name: state[part_name(fqn, name)] for name in ("packed", *form.scales)},
+                itemsize=index.stored_bytes(min(plain.sources)),
+            )
+            for fqn, plain in self.plain.items()
+        ]
+        return Shares(weights=self, state=state, index=index, packed=packed)
+
+
+NOTHING = Weights4Bit()
+"""Of a model whose tensors are all filled with stored bytes."""
 
 
 def match_4bit(
@@ -157,27 +170,44 @@ class Share:
         return torch.device(sharded.device_mesh.device_type) if isinstance(sharded, DTensor) else sharded.device
 
 
-def shares_of(weights: Weights4Bit, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> list[Share]:
-    """This rank's part of the weights to pack, whose tensors are `state`; in the same order on every rank."""
-    return [
-        Share(
-            form=(form := weights.forms[fqn]),
-            plain=plain,
-            parts={name: state[part_name(fqn, name)] for name in ("packed", *form.scales)},
-            itemsize=index.stored_bytes(min(plain.sources)),
-        )
-        for fqn, plain in weights.plain.items()
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """This rank's part of all such weights; in the same order on every rank."""
+
+    weights: Weights4Bit
+    state: Mapping[str, torch.Tensor]
+    index: CheckpointIndex
+    packed: list[Share]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read."""
+        texts = sum(self.index.tensors[key].num_bytes for key in self.weights.texts.values())
+        return texts + sum(share.num_bytes for share in self.packed)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which values are packed; the CPU where there are none."""
+        return self.packed[0].device if self.packed else torch.device("cpu")
+
+    def read(self, reader: Reader) -> TransferStats:
+        """Read what says how stored weights are packed."""
+        return _read_texts(self, reader) if self.weights.texts else TransferStats()
+
+    def pack(self, reader: Reader, *, doing: str, staging_bytes: int) -> TransferStats:
+        """Pack plain weights into their shards, with their scales.
+
+        Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays
+        on the calling thread and its stream: bitsandbytes packs on the device's default stream.
+        """
+        if not self.packed:
+            return TransferStats()
+        return _quantize(self.packed, self.index, reader, doing=doing, staging_bytes=staging_bytes)
 
 
-def quantize_weights(
+def _quantize(
     weights: Sequence[Share], index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
 ) -> TransferStats:
-    """Pack weights into their shards, with their scales.
-
-    Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays on
-    the calling thread and its stream: bitsandbytes packs on the device's default stream.
-    """
     stats = [TransferStats()]
     device = weights[0].device
     bounds = Bounds.of(device, staging_bytes)
@@ -288,12 +318,11 @@ def _parts_of_scales(scales: torch.Tensor, form: PackedForm) -> dict[str, torch.
     }
 
 
-def read_texts(
-    weights: Weights4Bit, state: Mapping[str, torch.Tensor], index: CheckpointIndex, reader: Reader
-) -> TransferStats:
+def _read_texts(shares: Shares, reader: Reader) -> TransferStats:
     """Read what says how stored weights are packed, which must be what the model has; it has the offsets of scales."""
     from bitsandbytes.utils import unpack_tensor_to_dict
 
+    weights, state, index = shares.weights, shares.state, shares.index
     stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
     memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
     stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])

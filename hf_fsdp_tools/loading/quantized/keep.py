@@ -21,7 +21,6 @@ from hf_fsdp_tools.loading.conversion import (
     ConversionGroup,
     LoadMap,
     convert_group,
-    exchanged,
     map_loading,
     persistent_tensors,
 )
@@ -29,9 +28,16 @@ from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters, plain_parameters
+from hf_fsdp_tools.modeling.packed import (
+    check_experts,
+    exchanged,
+    is_packable,
+    pack,
+    packed_parameters,
+    plain_parameters,
+    stored_quantization,
+)
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.text import listed
 
