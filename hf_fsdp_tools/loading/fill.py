@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Re
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
-from hf_fsdp_tools.loading.quantized.four_bits import NOTHING, Weights4Bit
+from hf_fsdp_tools.loading.quantized.four_bits import NOTHING
+from hf_fsdp_tools.loading.quantized.sources import Sources
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -48,9 +50,8 @@ def fill_shards(
     model: nn.Module,
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
+    sources: Sources | None = None,
     *,
-    groups: Mapping[str, ConversionGroup] | None = None,
-    computed: Weights4Bit = NOTHING,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     doing: str,
@@ -60,16 +61,17 @@ def fill_shards(
 ) -> Filled:
     """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
-    `groups` has the conversions of tensors that are computed. Without a `device` all tensors have storage. Every rank
-    must call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
+    `sources` say how to get those that are computed. Without a `device` all tensors have storage. Every rank must
+    call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
     """
     rank, world_size = rank_and_size()
+    groups, computed = (sources.load_map.groups, sources.computed) if sources is not None else ({}, NOTHING)
     with ExitStack() as stack:
         with agreed(doing):
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
-            places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
+            places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups)
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
             others = computed.shares(state, index)
@@ -79,16 +81,10 @@ def fill_shards(
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
             to_read += others.num_bytes + sum(band.num_bytes for band in bands if band)
-            bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
-            reader = Reader(
-                staging_bytes=staging_bytes,
-                side=side,
-                in_flight=in_flight,
-                # Where all ranks share this machine, another rank wants the bytes that this one skips.
-                read_ahead=rank_on_node()[1] == world_size,
-                on_bytes=stack.enter_context(bar),
-            )
-            stack.enter_context(reader)
+            bar = stack.enter_context(loading_bar(to_read, rank=rank, world_size=world_size, progress=progress))
+            ahead = rank_on_node()[1] == world_size  # another rank of this machine wants the bytes that this one skips
+            options: dict[str, Any] = {"staging_bytes": staging_bytes, "in_flight": in_flight, "read_ahead": ahead}
+            reader = stack.enter_context(Reader(side=side, on_bytes=bar, **options))
             stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
             stats += others.read(reader)
@@ -98,12 +94,8 @@ def fill_shards(
         stats += others.pack(reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, received)
     on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
-    return Filled(
-        stats=stats,
-        converted=converted,
-        share_bytes=share_bytes + others.num_bytes,
-        host_bytes=sum(on_host.values()),
-    )
+    share_bytes += others.num_bytes
+    return Filled(stats=stats, converted=converted, share_bytes=share_bytes, host_bytes=sum(on_host.values()))
 
 
 def _share_of(

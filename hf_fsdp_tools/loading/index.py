@@ -226,9 +226,8 @@ class CheckpointIndex:
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
         keys: dict[SavedPath, str] = {}
-        problems: list[str] = []
+        problems, states = list[str](), dict[Path, tuple[int, int]]()
         header_bytes = listing.stat().st_size if listing else 0
-        states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = stamp(file)
@@ -254,9 +253,8 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))
-        is_model_state = any(len(path) > 1 for path in keys) or any(
-            fnmatch(file.name, ACCELERATE_PICKLED) for file in states
-        )
+        is_pickled_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        is_model_state = is_pickled_state or any(len(path) > 1 for path in keys)
         return cls(
             name=name,
             tensors=MappingProxyType(tensors),

@@ -208,15 +208,8 @@ def plain_figures(case: Case, precision: str) -> Figures:
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
             parameter.data = parameter.data.to(dtype)
-    figures = Figures(
-        state={name: tensor.detach().clone() for name, tensor in tensors_of(model).items()},
-        modules={},
-        outputs={},
-        losses={},
-        gradients={},
-        accumulated={},
-        stepped={},
-    )
+    state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    figures = Figures(state=state, modules={}, outputs={}, losses={}, gradients={}, accumulated={}, stepped={})
     for kind in case.batches:
         silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
         figures.outputs[kind] = []
@@ -312,41 +305,61 @@ def load_sharded(case: Case, precision: str) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class _Sharded:
+    """The sharded model of a case on this rank; in bf16, its choices (which expert) are those of the plain model."""
+
+    case: Case
+    model: Any
+    plain: Figures
+    precision: str
+
+    @property
+    def group(self) -> int:
+        """Which batch this rank has."""
+        return dist.get_rank() // self.case.dims.ranks_per_row
+
+    def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
+        sharding = sharding_of(self.model)
+        rows = sharding.axes.rows if sharding else None
+        place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
+        part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
+        made = of_plain[kind][self.group] if self.precision == "bf16" else {}
+        return choices(self.model, names_of(self.model), made, part)
+
+    def outputs(self, kind: str) -> Any:
+        """Of a batch without labels, in evaluation."""
+        batch = self.case.batches_of(kind, "fp32", has_labels=self.case.has_labels_in_evaluation)[self.group]
+        with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
+            return evaluate(self.model, batch)
+
+    def backward(self, kind: str) -> tuple[Any, torch.Tensor, Tensors]:
+        """Output, loss and outputs of modules of a training pass, which leaves gradients."""
+        batch = self.case.batches_of(kind, "fp32")[self.group]
+        with self._chosen(self.plain.chosen, kind, batch):
+            with noted_modules(self.model) as modules:
+                output = forward(self.model.train(self.case.is_training), batch)
+                loss = loss_of(output)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return output, loss, modules
+
+
 def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
     """What each check of a sharded model says on this rank; every rank must call.
 
     `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind.
     """
-    group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
+    run, bound = _Sharded(case, model, plain, precision), TOLERANCE[precision]
+    group = run.group
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
-    names, sharding = names_of(model), sharding_of(model)
-    rows = sharding.axes.rows if sharding else None
-    place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
-
-    def chosen(of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> AbstractContextManager[Any]:
-        part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
-        return choices(model, names, of_plain[kind][group] if precision == "bf16" else {}, part)
-
-    def backward(kind: str) -> tuple[Any, torch.Tensor, Tensors]:
-        batch = case.batches_of(kind, "fp32")[group]
-        with chosen(plain.chosen, kind, batch):
-            with noted_modules(model) as modules:
-                output = forward(model.train(case.is_training), batch)
-                loss = loss_of(output)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return output, loss, modules
-
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
-        silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
-        with chosen(plain.chosen_in_evaluation, kind, silent):
-            outputs = evaluate(model, silent)
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
-        seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
+        seen[f"{title}outputs"] = worst(_apart(run.outputs(kind), plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
-        output, loss, modules = backward(kind)
+        output, loss, modules = run.backward(kind)
         values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
         ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
         seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))
@@ -360,7 +373,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
         )
         if not number and precision == "bf16" and dist.get_world_size() > case.dims.tp_size:
             seen["gradients"] |= _rounded(_gradients(model))
-    backward(next(iter(case.batches)))
+    run.backward(next(iter(case.batches)))
     seen["accumulated"] = worst(
         _apart(_gradients(model), plain.accumulated, exact.accumulated, bound, absent_is_zero=True)
     )

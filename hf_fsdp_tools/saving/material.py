@@ -50,10 +50,14 @@ class Material:
     """Tensors on meta by stored key, for stored ones that are copied next to those of the model (`requantize`)."""
 
 
+@agreed("building the model")
 def material_of_model(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Material:
-    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored. No rank communicates."""
+    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
+
+    Every rank must call; the ranks exchange errors.
+    """
     model = _build(checkpoint, None, auto_class, trust_remote_code)
     match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     rows = [shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)]
@@ -132,7 +136,7 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
         own = {id(match.state[key]) for key in embeddings}
         loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
     doing = "reading the embeddings"
-    fill_shards(model, match.index, loaded, groups=match.load_map.groups, doing=doing, progress=False)
+    fill_shards(model, match.index, loaded, match, doing=doing, progress=False)
     return restore_adapter(model, state, is_trainable=False)
 
 
