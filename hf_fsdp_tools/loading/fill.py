@@ -24,7 +24,7 @@ from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Re
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
-from hf_fsdp_tools.loading.quantized.four_bits import NOTHING
+from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit
 from hf_fsdp_tools.loading.quantized.sources import Sources
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
@@ -65,7 +65,7 @@ def fill_shards(
     call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
     """
     rank, world_size = rank_and_size()
-    groups, computed = (sources.load_map.groups, sources.computed) if sources is not None else ({}, NOTHING)
+    groups, computed = (sources.load_map.groups, sources.computed) if sources is not None else ({}, Weights4Bit())
     with ExitStack() as stack:
         with agreed(doing):
             if device is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,8 @@ class CheckpointIndex:
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
-        return self._stored(source).value_bytes
+        tensor = self._stored(source)
+        return float(tensor.num_bytes / max(1, math.prod(tensor.shape)))
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""

@@ -21,11 +21,6 @@ class _Plain:
     __slots__ = ()
     dtype: torch.dtype
 
-    @property
-    def value_bytes(self) -> float:
-        """Bytes in which one value is stored."""
-        return self.dtype.itemsize
-
     def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """The dtype of its values where those that are no floats become floats of this dtype."""
         return self.dtype
@@ -177,11 +172,6 @@ class QuantizedTensor:
     def num_bytes(self) -> int:
         """Bytes of values and scales as they are stored."""
         return sum(part.num_bytes for part in self.parts)
-
-    @property
-    def value_bytes(self) -> float:
-        """Bytes in which one value is stored, with its part of the scales."""
-        return self.num_bytes / max(1, math.prod(self.shape))
 
     def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """The dtype of its values where they become floats of this dtype; None: of that which it passes for."""

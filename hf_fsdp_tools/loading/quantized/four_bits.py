@@ -5,7 +5,7 @@ bitsandbytes makes of the whole weight; scales are joined before they are quanti
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -59,10 +59,6 @@ class Weights4Bit:
             for fqn, plain in self.plain.items()
         ]
         return Shares(weights=self, state=state, index=index, packed=packed)
-
-
-NOTHING = Weights4Bit()
-"""Of a model whose tensors are all filled with stored bytes."""
 
 
 def match_4bit(
@@ -191,8 +187,38 @@ class Shares:
         return self.packed[0].device if self.packed else torch.device("cpu")
 
     def read(self, reader: Reader) -> TransferStats:
-        """Read what says how stored weights are packed."""
-        return _read_texts(self, reader) if self.weights.texts else TransferStats()
+        """Read what says how stored weights are packed, which must be what the model has, and the offsets of scales."""
+        weights, state, index = self.weights, self.state, self.index
+        if not weights.texts:
+            return TransferStats()
+        from bitsandbytes.utils import unpack_tensor_to_dict
+
+        again = "Download or save the checkpoint again."
+        stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
+        memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
+        stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
+        for fqn, text in memory.items():
+            form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
+            wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
+            wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
+            with library_errors(f"{name} does not say how a weight is packed", again):
+                said: dict[str, Any] = unpack_tensor_to_dict(text)
+                found = {key: list(said[key]) if key == "shape" else said[key] for key in wanted}
+                offset = torch.tensor([[float(said.get("nested_offset", math.nan))]])
+            if found != wanted:
+                raise CheckpointError(
+                    f"{name} belongs to a weight with {found}, expected {wanted}. Use the config that belongs to the "
+                    "checkpoint."
+                )
+            if "offset" in form.scales:
+                nested = local_parts(state[part_name(fqn, "nested scale")])
+                floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
+                if not all(bool(each.isfinite().all()) for each in floats):
+                    raise CheckpointError(
+                        f"{name}: its nested_offset or nested_absmax holds values that are not finite. {again}"
+                    )
+                keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
+        return stats
 
     def pack(self, reader: Reader, *, doing: str, staging_bytes: int) -> TransferStats:
         """Pack plain weights into their shards, with their scales.
@@ -200,38 +226,30 @@ class Shares:
         Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays
         on the calling thread and its stream: bitsandbytes packs on the device's default stream.
         """
-        if not self.packed:
-            return TransferStats()
-        return _quantize(self.packed, self.index, reader, doing=doing, staging_bytes=staging_bytes)
+        stats = [TransferStats()]
+        device = self.device
+        bounds = Bounds.of(device, staging_bytes)
 
+        def transfers_of(places: Iterable[Place]) -> list[Transfer]:
+            transfers, quantized = reads_of(places, self.index)
+            stats.append(dequantize(quantized, reader, staging_bytes=staging_bytes))
+            return transfers
 
-def _quantize(
-    weights: Sequence[Share], index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
-) -> TransferStats:
-    stats = [TransferStats()]
-    device = weights[0].device
-    bounds = Bounds.of(device, staging_bytes)
-
-    def transfers_of(places: Iterable[Place]) -> list[Transfer]:
-        transfers, quantized = reads_of(places, index)
-        stats.append(dequantize(quantized, reader, staging_bytes=staging_bytes))
-        return transfers
-
-    # The scales of one batch of weights are joined together; the batches are the same on every rank.
-    for batch in batches(weights, bounds.scale_bytes, lambda share: 4 * share.num_blocks):
-        scales = [torch.zeros(share.num_blocks, dtype=torch.float32, device=device) for share in batch]
-        blocks = (
-            _Blocks(share=share, start=start, memory=memory, columns=columns, scales=own, transfers_of=transfers_of)
-            for share, own in zip(batch, scales, strict=True)
-            for start, memory, columns in _runs_of(share, bounds.part_values)
-        )
-        with agreed(doing):
-            stats.append(work_in_windows(blocks, reader, bounds.window_bytes))
-        for share, own in zip(batch, scales, strict=True):
-            _join_scales(own, share.parts["packed"])
-            for name, whole in _parts_of_scales(own, share.form).items():
-                keep_part(share.parts[name], whole)
-    return sum(stats[1:], stats[0])
+        # The scales of one batch of weights are joined together; the batches are the same on every rank.
+        for batch in batches(self.packed, bounds.scale_bytes, lambda share: 4 * share.num_blocks):
+            scales = [torch.zeros(share.num_blocks, dtype=torch.float32, device=device) for share in batch]
+            blocks = (
+                _Blocks(share=share, start=start, memory=memory, columns=columns, scales=own, transfers_of=transfers_of)
+                for share, own in zip(batch, scales, strict=True)
+                for start, memory, columns in _runs_of(share, bounds.part_values)
+            )
+            with agreed(doing):
+                stats.append(work_in_windows(blocks, reader, bounds.window_bytes))
+            for share, own in zip(batch, scales, strict=True):
+                _join_scales(own, share.parts["packed"])
+                for name, whole in _parts_of_scales(own, share.form).items():
+                    keep_part(share.parts[name], whole)
+        return sum(stats[1:], stats[0])
 
 
 def _runs_of(share: Share, many: int) -> Iterator[tuple[int, torch.Tensor, slice]]:
@@ -316,36 +334,3 @@ def _parts_of_scales(scales: torch.Tensor, form: PackedForm) -> dict[str, torch.
         "code": as_rows(of_scales.code, 1),
         "offset": as_rows(offset, 1),
     }
-
-
-def _read_texts(shares: Shares, reader: Reader) -> TransferStats:
-    """Read what says how stored weights are packed, which must be what the model has; it has the offsets of scales."""
-    from bitsandbytes.utils import unpack_tensor_to_dict
-
-    weights, state, index = shares.weights, shares.state, shares.index
-    stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
-    memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
-    stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
-    for fqn, text in memory.items():
-        form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
-        wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
-        wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
-        with library_errors(f"{name} does not say how a weight is packed", "Download or save the checkpoint again."):
-            said: dict[str, Any] = unpack_tensor_to_dict(text)
-            found = {key: list(said[key]) if key == "shape" else said[key] for key in wanted}
-            offset = torch.tensor([[float(said.get("nested_offset", math.nan))]])
-        if found != wanted:
-            raise CheckpointError(
-                f"{name} belongs to a weight with {found}, expected {wanted}. Use the config that belongs to the "
-                "checkpoint."
-            )
-        if "offset" in form.scales:
-            nested = local_parts(state[part_name(fqn, "nested scale")])
-            floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
-            if not all(bool(each.isfinite().all()) for each in floats):
-                raise CheckpointError(
-                    f"{name}: its nested_offset or nested_absmax holds values that are not finite. Download or save "
-                    "the checkpoint again."
-                )
-            keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
-    return stats
