@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -49,7 +49,6 @@ def guard_injection() -> None:
     if "peft" not in sys.modules:
         return
     from peft import PeftModel
-    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner
 
     make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
@@ -72,16 +71,28 @@ def guard_injection() -> None:
         with outer.register_load_state_dict_pre_hook(_cut_whole):
             return load(outer, *args, **kwargs)
 
-    activate = ParamWrapper._activate_lora
+    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
 
+
+def add_in_passes(model: nn.Module) -> None:
+    """Let PEFT's wrappers of parameters hand what they add to weights that take it; to others as before."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for wrapper in model.modules():
+        if type(wrapper) is ParamWrapper:
+            wrapper.__class__ = _adding(ParamWrapper)  # type: ignore[arg-type]  # a class has a hash
+
+
+@cache
+def _adding(cls: Any) -> Any:
     @contextmanager
-    def activate_lora(wrapper: Any, active: list[str]) -> Iterator[None]:
-        added, plain = partial(_factors, wrapper, active), partial(activate, wrapper, active)
+    def activate(wrapper: Any, active: list[str]) -> Iterator[None]:
+        added, plain = partial(_factors, wrapper, active), partial(cls._activate_lora, wrapper, active)
         with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, plain):
             yield
 
-    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-    ParamWrapper._activate_lora = activate_lora
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    return type(cls.__name__, (cls,), {"_activate_lora": activate, **names})
 
 
 def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
@@ -117,6 +128,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         added = [each for each in root.parameters() if isinstance(each, DTensor)]
         sums = [each for each in added if any(place.is_partial() for place in each.placements)]
         swap(root, {each: with_data(each, each.full_tensor()) for each in sums})
+        add_in_passes(root)
 
 
 def refuse_for_any(config: Any) -> None:

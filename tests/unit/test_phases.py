@@ -194,7 +194,6 @@ PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wi
     "torch.nn.init": "trunc_normal_ of shards",
     "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
     "peft.peft_model.PeftModel": "the same, and whole values of shards, which PEFT copies before 0.21.2",
-    "peft.tuners.lora.layer.ParamWrapper": "adapters of experts that stay quantised",
 }
 """Modules, classes and instances of libraries of which something is replaced for the life of a process."""
 
