@@ -118,13 +118,10 @@ class ReportingMixin(TrainerBase):  # type: ignore[misc]  # transformers is not 
         )
 
 
-def _report_of(trainer: Any) -> Path | None:
-    return Path(file) if (file := trainer.fsdp_settings.report_estimate) else None
-
-
 def check_report(trainer: Any) -> None:
     """Refuse a file that cannot be written, with which a training of hours would end. Every rank must call."""
-    if (file := _report_of(trainer)) is not None:
+    if named := trainer.fsdp_settings.report_estimate:
+        file = Path(named)
         with agreed("opening the report of the estimate", file), storage_errors("write to", file):
             if trainer.args.should_save:
                 file.open("a").close()
@@ -136,9 +133,9 @@ def report_estimate(trainer: Any) -> None:
 
     Every rank must call; the peak is that of the rank that needs most, the speed the mean of all.
     """
-    if (file := _report_of(trainer)) is None:
+    if not (named := trainer.fsdp_settings.report_estimate):
         return
-    measured = trainer._measured
+    file, measured = Path(named), trainer._measured
     of_ranks = all_ranks((peak_bytes(), measured.tokens_per_second), "reporting what was measured")
     rates = [rate for _, rate in of_ranks if rate is not None]
     peak_gb, rate = max(peak for peak, _ in of_ranks) / 1e9, mean(rates) if rates else None

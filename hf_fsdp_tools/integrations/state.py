@@ -37,22 +37,14 @@ from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
-from hf_fsdp_tools.integrations.training_arguments import (
-    agree_with_arguments,
-    group_options,
-    plugin_of,
-    precision_of,
-)
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
 def make_accelerator(
-    args: Any = None,
-    *,
-    fsdp_plugin: FSDPPlugin | None = None,
-    **accelerate_kwargs: Any,
+    args: Any = None, *, fsdp_plugin: FSDPPlugin | None = None, **accelerate_kwargs: Any
 ) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
 

@@ -51,13 +51,7 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
-from hf_fsdp_tools.integrations.streams import (
-    go_on,
-    going_on,
-    share_loader,
-    why_read_again,
-    write_position,
-)
+from hf_fsdp_tools.integrations.streams import go_on, going_on, share_loader, why_read_again, write_position
 from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,

@@ -70,11 +70,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def map_loading(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Stored],
-    *,
-    is_model_state: bool = False,
+    model: nn.Module, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], *, is_model_state: bool = False
 ) -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`."""
     with original_classes(model):

@@ -69,7 +69,6 @@ def match_checkpoint(
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
     heads = _heads(model, load_map, unexpected_keys)
     modules = {key.rpartition(".")[0] for key in heads}
-    beside = sources.beside
     if strict:
         _refuse_other_keys(index, missing_keys, unexpected_keys)
     return Match(
@@ -79,8 +78,8 @@ def match_checkpoint(
         to_initialize=frozenset(tied[0] for tied in absent),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
-        heads=part_of(index, heads.__contains__) if heads or beside else None,
-        stored_heads=part_of(sources.as_stored, lambda key: key.rpartition(".")[0] in modules or key in beside),
+        heads=part_of(index, heads.__contains__) if heads or sources.beside else None,
+        stored_heads=part_of(sources.as_stored, lambda key: key.rpartition(".")[0] in modules or key in sources.beside),
         mismatched=mismatched,
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},

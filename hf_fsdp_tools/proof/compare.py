@@ -456,13 +456,7 @@ def worst(of_names: dict[str, Found]) -> Found:
 
 
 def _apart(
-    found: Tensors,
-    plain: Tensors,
-    exact: Tensors,
-    bound: float,
-    *,
-    absent_is_zero: bool = False,
-    is_part: bool = False,
+    found: Tensors, plain: Tensors, exact: Tensors, bound: float, *, absent_is_zero: bool = False, is_part: bool = False
 ) -> dict[str, Found]:
     """The relative difference of each tensor and, where it is too large, what is apart.
 

@@ -53,11 +53,7 @@ class StoreSave:
     @property
     def report(self) -> SaveReport:
         """What is known before anything is written."""
-        return SaveReport(
-            folder=told(self.url),
-            total_bytes=self.layout.num_bytes,
-            copied_bytes=self.copied_bytes,
-        )
+        return SaveReport(folder=told(self.url), total_bytes=self.layout.num_bytes, copied_bytes=self.copied_bytes)
 
     def finish(self) -> SaveReport:
         """Write, and make what is written the checkpoint of the place. Every rank must call; once."""

@@ -17,13 +17,7 @@ from packaging.version import Version
 from torch import nn
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.loading.conversion import (
-    ConversionGroup,
-    LoadMap,
-    convert_group,
-    map_loading,
-    persistent_tensors,
-)
+from hf_fsdp_tools.loading.conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats

@@ -86,12 +86,7 @@ def sources_of(model: nn.Module, index: CheckpointIndex) -> Sources:
 
 
 def _refuse(
-    state: Mapping[str, torch.Tensor],
-    load_map: LoadMap,
-    index: CheckpointIndex,
-    method: str | None,
-    *,
-    is_known: bool,
+    state: Mapping[str, torch.Tensor], load_map: LoadMap, index: CheckpointIndex, method: str | None, *, is_known: bool
 ) -> None:
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
