@@ -218,8 +218,8 @@ def with_added(
     added: Callable[[], Sequence[Factors]],
     plain: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """A block in which a module computes with more than a parameter holds: with what adapters add to it. Of floats,
-    the block is within `plain()`."""
+    """A block in which a module computes with more than a parameter holds: with what adapters add to it. Where it holds
+    floats, the block is within `plain()`."""
     former = note_of(module).deltas
     if name not in note_of(module).packed:
         with plain():

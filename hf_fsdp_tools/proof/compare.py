@@ -328,7 +328,7 @@ class _Sharded:
         return choices(self.model, names_of(self.model), made, part)
 
     def outputs(self, kind: str) -> Any:
-        """Of a batch without labels, in evaluation."""
+        """Outputs in evaluation, without labels."""
         batch = self.case.batches_of(kind, "fp32", has_labels=self.case.has_labels_in_evaluation)[self.group]
         with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
             return evaluate(self.model, batch)

@@ -215,17 +215,10 @@ _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 def _decoder(tokenizer: Any, hidden: int, layers: int) -> tuple[Any, dict[str, Any]]:
     """The processor of a Llama, and the arguments of its config."""
-    return tokenizer, {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": -(-hidden * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": tokenizer.model_max_length,
-        "tie_word_embeddings": False,
-        **_ENDS,
-    }
+    config = {"vocab_size": len(tokenizer), "hidden_size": hidden, "num_hidden_layers": layers, **_ENDS}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config["intermediate_size"] = -(-hidden * 8 // 3 // 32) * 32  # Llama's 8/3 ratio, rounded to a multiple of 32
+    return tokenizer, config | {"max_position_embeddings": tokenizer.model_max_length}
 
 
 def _with_tower(tokenizer: Any, hidden: int, layers: int) -> tuple[Any, dict[str, Any]]:

@@ -4,11 +4,10 @@ PEFT asks nobody before it computes with the weights of the base. On shards some
 some end the process: they put a DTensor into the memory of a plain parameter (`parameter.data = …`), which has none.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from functools import cache, partial, wraps
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -44,36 +43,6 @@ _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor",
 """Words in torch's errors about whole tensors and shards in one operation, and about bytes."""
 
 
-def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
-    if "peft" not in sys.modules:
-        return
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
-
-    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
-    if hasattr(make, "__wrapped__"):
-        return
-
-    @wraps(make)
-    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = configs[adapter_name] if isinstance(configs, dict) else configs
-        with _guarded(model, config):
-            make(tuner, model, configs, adapter_name, *args, **kwargs)
-
-    @wraps(add)
-    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        with _guarded(outer, peft_config):
-            add(outer, adapter_name, peft_config, *args, **kwargs)
-
-    @wraps(load)
-    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        with outer.register_load_state_dict_pre_hook(_cut_whole):
-            return load(outer, *args, **kwargs)
-
-    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-
-
 def add_in_passes(model: nn.Module) -> None:
     """Let PEFT's wrappers of parameters hand what they add to weights that take it; to others as before."""
     from peft.tuners.lora.layer import ParamWrapper
@@ -104,13 +73,13 @@ def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
     return [wrapper.get_delta_factors(each) for each in names]
 
 
-def _cut_whole(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+def cut_values(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
     cut_whole(values, ((prefix + name, parameter) for name, parameter in model.named_parameters()))
 
 
 @contextmanager
-def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
+def guarded(model: nn.Module, config: Any) -> Iterator[None]:
     """A block in which PEFT makes an adapter of a model, sharded or not."""
     root = next((module for module in model.modules() if note_of(module).sharding), None)
     if root is None:

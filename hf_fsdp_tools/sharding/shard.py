@@ -39,8 +39,7 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
-from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.patches import guard_habits
+from hf_fsdp_tools.sharding.patches import guard_habits, guard_injection
 from hf_fsdp_tools.sharding.phases import install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
