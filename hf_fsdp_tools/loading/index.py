@@ -99,9 +99,11 @@ class CheckpointIndex:
         return self._chunks[source].stored if source in self._chunks else self.tensors[source]
 
     def source_dtype(self, source: str, floats: torch.dtype | None = None) -> torch.dtype:
-        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; that of
-        the `floats` which quantised values become."""
-        return self._stored(source).dtype_in(floats)
+        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; if it is
+        stored in another dtype than it passes for, the dtype of the `floats` that it becomes, where that is given."""
+        tensor = self._stored(source)
+        is_as_it_passes = all(part.dtype == tensor.dtype for part in tensor.parts)
+        return tensor.dtype if floats is None or is_as_it_passes else floats
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""

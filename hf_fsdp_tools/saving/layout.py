@@ -96,8 +96,8 @@ def plan_layout(
         heads.refuse_changed()
         of_rest = cast(torch.dtype, getattr(model, "dtype", None))
         for key in sorted(index.tensors.keys() - tensors.keys()):
-            stored = index.tensors[key]
-            carried[key] = SavedTensor.of(PieceTensor.stored(stored, stored.dtype_in(of_rest)), dtype)
+            symbol = PieceTensor.stored(index.tensors[key], index.source_dtype(key, floats=of_rest))
+            carried[key] = SavedTensor.of(symbol, dtype)
     num_parameters = sum(each.numel() for each in (*model.parameters(), *(head.symbol for head in carried.values())))
     layout = lay_out(tensors | carried, max_shard_size, num_parameters)
     return replace(

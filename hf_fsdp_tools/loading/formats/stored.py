@@ -15,19 +15,8 @@ from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.text import listed
 
 
-class _Plain:
-    """A tensor whose values are stored as they are."""
-
-    __slots__ = ()
-    dtype: torch.dtype
-
-    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of its values where those that are no floats become floats of this dtype."""
-        return self.dtype
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor(_Plain):
+class StoredTensor:
     """One tensor of a checkpoint that lies in one file."""
 
     key: str
@@ -76,7 +65,7 @@ class TensorChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedTensor(_Plain):
+class ChunkedTensor:
     """One tensor of a checkpoint that was saved in chunks; the chunks cover the tensor and do not overlap."""
 
     key: str
@@ -172,10 +161,6 @@ class QuantizedTensor:
     def num_bytes(self) -> int:
         """Bytes of values and scales as they are stored."""
         return sum(part.num_bytes for part in self.parts)
-
-    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of its values where they become floats of this dtype; None: of that which it passes for."""
-        return dtype or self.dtype
 
     @property
     def strides(self) -> tuple[int, ...]:
