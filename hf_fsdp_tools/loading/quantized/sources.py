@@ -73,8 +73,7 @@ def sources_of(model: nn.Module, index: CheckpointIndex) -> Sources:
         used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
         dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
         index, load_map, computed = match_4bit(model, state, load_map, index)
-    _refuse(state, load_map, index, method_of(quantization), is_known=is_known or bool(computed.forms))
-    return Sources(
+    sources = Sources(
         as_stored=as_stored,
         index=index,
         dequantized=dequantized,
@@ -83,17 +82,17 @@ def sources_of(model: nn.Module, index: CheckpointIndex) -> Sources:
         computed=computed,
         beside=_beside(as_stored, index) if is_packed else frozenset(),
     )
+    _refuse(sources, method_of(quantization), is_known=is_known or bool(computed.forms))
+    return sources
 
 
-def _refuse(
-    state: Mapping[str, torch.Tensor], load_map: LoadMap, index: CheckpointIndex, method: str | None, *, is_known: bool
-) -> None:
+def _refuse(sources: Sources, method: str | None, *, is_known: bool) -> None:
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
     The files decide: a stored tensor is packed if it fills a floating-point parameter with integers, or if the model
     does not know it and it belongs to the module of a parameter that is missing or one byte wide.
     """
-    packed = _packed_tensors(state, load_map, index.tensors)
+    packed, index = _packed_tensors(sources), sources.index
     if not packed and (method is None or is_known):
         return
     if not packed:
@@ -120,16 +119,14 @@ def _refuse(
     )
 
 
-def _packed_tensors(
-    state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored]
-) -> list[tuple[Stored, str]]:
+def _packed_tensors(sources: Sources) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
+    state, load_map, stored = sources.state, sources.load_map, sources.index.tensors
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     modules: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
     for key in sorted(key for key, t in state.items() if isinstance(t, nn.Parameter) and t.is_floating_point()):
-        sources = sorted(load_map.tensors[key].sources) if key in load_map.tensors else []
-        made_of = [of_source[source] for source in sources]
+        made_of = [of_source[each] for each in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
             modules[key.rpartition(".")[0]] = key
