@@ -40,19 +40,10 @@ from hf_fsdp_tools.stores import fetch_whole, stub_of
 from hf_fsdp_tools.text import listed, quoted
 
 STATE_GLOBS = (
-    f"{FSDP_MODEL_NAME}[_.]*",
-    f"{FSDP_MODEL_NAME}_*/*",
-    f"{OPTIMIZER_NAME}[_.]*",
-    f"{OPTIMIZER_NAME}_*/*",
-    f"{SCHEDULER_NAME}[_.]*",
-    "sampler[_.]*",
-    "dl_state_dict[_.]*",
-    LOADERS,
-    SCALER_NAME,
-    f"{RNG_STATE_NAME}_*.pkl",
-    "custom_checkpoint_*.pkl",
-    ADAPTER_CONFIG,
-)
+    *(f"{name}{end}" for name in (FSDP_MODEL_NAME, OPTIMIZER_NAME) for end in ("[_.]*", "_*/*")),
+    f"{SCHEDULER_NAME}[_.]*", "sampler[_.]*", "dl_state_dict[_.]*", LOADERS, SCALER_NAME, f"{RNG_STATE_NAME}_*.pkl",
+    "custom_checkpoint_*.pkl", ADAPTER_CONFIG,
+)  # fmt: skip
 """Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py. The epochs of
 loaders and the config of an adapter are ours."""
 

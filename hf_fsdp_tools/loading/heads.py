@@ -98,15 +98,13 @@ def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
 
     One warning on rank 0 says what config.json will promise and nobody will find. No rank communicates.
     """
-    heads = match.heads if carry or match.beside else None
+    heads, fact = match.heads if carry or match.beside else None, ""
     if heads is None:
         add_to_note(model, heads=None)
     else:
-        plain, stored = heads, match.stored_heads
-        if not carry:
-            plain, stored = (part_of(each, match.beside.__contains__) for each in (plain, stored))
+        found = (heads, match.stored_heads)
+        plain, stored = (each if carry else part_of(each, match.beside.__contains__) for each in found)
         add_to_note(model, heads=Heads(plain, stored, match.beside))
-    fact = ""
     if heads is not None:
         rows = {shape[0] for _, shape, _ in match.resized}
         tables = [key for key, tensor in heads.tensors.items() if tensor.shape and tensor.shape[0] in rows]

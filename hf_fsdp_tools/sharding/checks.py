@@ -122,18 +122,10 @@ class ParameterChecks(Feature):
 # ---- optimizers ----
 
 _NOT_FOR_SHARDS = (
-    "apollo_torch",
-    "bitsandbytes",
-    "distributed_shampoo",
-    "galore_torch",
-    "lomo_optim",
-    "peft.optimizers.lorafa",
-    "pytorch_optimizer.optimizer.shampoo",
-    "pytorch_optimizer.optimizer.soap",
-    "transformers.optimization",
-    "torch.optim.Adafactor",
-    "torch.optim.rprop.Rprop",
-)
+    "apollo_torch", "bitsandbytes", "distributed_shampoo", "galore_torch", "lomo_optim", "peft.optimizers.lorafa",
+    "pytorch_optimizer.optimizer.shampoo", "pytorch_optimizer.optimizer.soap", "transformers.optimization",
+    "torch.optim.Adafactor", "torch.optim.rprop.Rprop",
+)  # fmt: skip
 """Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with APOLLO, with
 LoRA-FA of PEFT 0.21, with Shampoo and SOAP of pytorch-optimizer 4.1, with the Adafactors of transformers 5.23 and torch
 2.13, and with torch 2.13's Rprop), or that lose their state (GaLore, LOMO: see `scripting.checks`). Not tried: Meta's
