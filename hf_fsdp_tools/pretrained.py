@@ -256,13 +256,8 @@ def from_config(
         computed = getattr(settings.get("mp_policy"), "param_dtype", None)
         masters = torch.float32 if dtype is None and computed is not None else None
         with agreed("building the model"):
-            model = build_meta_model(
-                config,
-                auto_class=auto_class,
-                dtype=dtype if isinstance(dtype, torch.dtype) else masters,
-                trust_remote_code=trust_remote_code,
-                **model_kwargs,
-            )
+            model_kwargs |= {"auto_class": auto_class, "trust_remote_code": trust_remote_code}
+            model = build_meta_model(config, dtype=dtype if isinstance(dtype, torch.dtype) else masters, **model_kwargs)
         content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
         own = {name: value for name, value in settings.items() if name != "mesh"}
         own |= {"policy": policy, "compile": options, "rules": rules}

@@ -353,6 +353,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     run, bound = _Sharded(case, model, plain, precision), TOLERANCE[precision]
     group = run.group
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
+    near = partial(_apart, bound=bound, absent_is_zero=True)
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
@@ -368,15 +369,11 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
             seen[f"{title}loss"] = (seen[f"{title}loss"][0], f"computed in {own.dtype}, not in fp32 as by autocast")
         if not number:
             seen["module"] = _first_apart(modules, plain.modules, bound, case.dims) if group == 0 else ""
-        seen[f"{title}gradients"] = _apart(
-            _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
-        )
+        seen[f"{title}gradients"] = near(_gradients(model), plain.gradients[kind], exact.gradients[kind])
         if not number and precision == "bf16" and dist.get_world_size() > case.dims.tp_size:
             seen["gradients"] |= _rounded(_gradients(model))
     run.backward(next(iter(case.batches)))
-    seen["accumulated"] = worst(
-        _apart(_gradients(model), plain.accumulated, exact.accumulated, bound, absent_is_zero=True)
-    )
+    seen["accumulated"] = worst(near(_gradients(model), plain.accumulated, exact.accumulated))
     if precision == "fp32":
         if not _is_wrapped(model):  # FSDP1 has a method of its own
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))

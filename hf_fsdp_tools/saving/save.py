@@ -133,14 +133,8 @@ def save_pretrained(
         True
     """
     start_s = time.perf_counter()
-    options: dict[str, Any] = {
-        "dtype": as_dtype(dtype),
-        "max_shard_size": max_shard_size,
-        "staging_bytes": staging_bytes,
-        "merge_adapters": merge_adapters,
-        "blocking": blocking,
-        "carry_heads": carry_heads,
-    }
+    options: dict[str, Any] = {"dtype": as_dtype(dtype), "max_shard_size": max_shard_size, "blocking": blocking}
+    options |= {"staging_bytes": staging_bytes, "merge_adapters": merge_adapters, "carry_heads": carry_heads}
     to_hub = {**hub_arguments, "push_to_hub": push_to_hub, "token": None}
     same_on_all_ranks("saving the model", **options, to_hub=to_hub)
     url = as_url(folder)
