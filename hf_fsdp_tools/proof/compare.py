@@ -313,11 +313,8 @@ class _Sharded:
     model: Any
     plain: Figures
     precision: str
-
-    @property
-    def group(self) -> int:
-        """Which batch this rank has."""
-        return dist.get_rank() // self.case.dims.ranks_per_row
+    group: int
+    """Which batch this rank has."""
 
     def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
         sharding = sharding_of(self.model)
@@ -350,8 +347,8 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind.
     """
-    run, bound = _Sharded(case, model, plain, precision), TOLERANCE[precision]
-    group = run.group
+    group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
+    run = _Sharded(case, model, plain, precision, group)
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
     near = partial(_apart, bound=bound, absent_is_zero=True)
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
