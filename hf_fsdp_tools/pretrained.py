@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,6 +36,9 @@ from hf_fsdp_tools.sharding.recompute import as_recompute
 from hf_fsdp_tools.sharding.shard import checked_sharding, parallelize_model, shard_checked
 from hf_fsdp_tools.sharding.sharding import Sharding
 from hf_fsdp_tools.text import quoted
+
+_MAY_DIFFER = ("requests_in_flight", "progress")
+"""Arguments of `load_weights` that each rank may have for itself."""
 
 
 def from_pretrained(
@@ -153,31 +157,16 @@ def from_pretrained(
             device = torch.device("cpu") if settings["mesh"].device_type == "cpu" else local_device()
             hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
         load_kwargs = {**of_loading, **(load_kwargs or {})}
-        own = {"requests_in_flight", "progress"}  # may differ between ranks
-        same_on_all_ranks(
-            "loading the model",
-            peft_config=peft_config,
-            is_trainable=is_trainable,
-            auto_class=auto_class,
-            policy=policy,
-            dtype=dtype,
-            compile=options,
-            rules=rules,
-            num_tokens=num_tokens,
-            pad_to_multiple_of=pad_to_multiple_of,
-            mean_resizing=mean_resizing,
-            dequantize=dequantize,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-            load_kwargs={name: value for name, value in load_kwargs.items() if name not in own},
-            model_kwargs=model_kwargs,
-            **{name: value for name, value in settings.items() if name != "mesh"},
-        )
         of_code = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
+        given = {"policy": policy, "dtype": dtype, "compile": options, "rules": rules, "auto_class": auto_class}
+        given |= {"peft_config": peft_config, "is_trainable": is_trainable, "dequantize": dequantize, **of_code}
+        given |= {"num_tokens": num_tokens, "pad_to_multiple_of": pad_to_multiple_of, "mean_resizing": mean_resizing}
+        given |= {name: value for name, value in settings.items() if name != "mesh"}
+        same = {name: value for name, value in load_kwargs.items() if name not in _MAY_DIFFER}
+        same_on_all_ranks("loading the model", load_kwargs=same, model_kwargs=model_kwargs, **given)
         checkpoint = open_checkpoint(name_or_path, config=config, peft_config=peft_config, **of_code, **hub_kwargs)
-        refuse_misspelt(
-            model_kwargs, checkpoint.config, {*signature(from_pretrained).parameters, "quantization_config"}
-        )
+        known = {*signature(from_pretrained).parameters, "quantization_config"}
+        refuse_misspelt(model_kwargs, checkpoint.config, known)
         chosen = {"auto_class": auto_class} if auto_class is not None else {}
         model_kwargs = {**checkpoint.base_options, **chosen, **model_kwargs, "trust_remote_code": trust_remote_code}
         with agreed("building the model"):
@@ -192,15 +181,22 @@ def from_pretrained(
                 refuse_for_shards(peft_config, model, sharding)
     shard_checked(model, sharding, tree)
     report = load_weights(model, checkpoint.index, **load_kwargs)  # this rank's bytes of the files
-    if checkpoint.adapter is not None:
-        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
-    elif (state := checkpoint.adapter_state) is not None:
-        model = restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
-    elif peft_config is not None:  # it has the modules whose weights were drawn
+    if peft_config is not None:  # which has the modules whose weights were drawn
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         peft_config = with_modules_to_save(peft_config, [key for key in report.initialized_keys if key in weights])
-        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
-    return (model, report) if output_loading_info else model
+    adapted = _with_adapter(model, checkpoint, peft_config, load_kwargs.get("seed"), is_trainable=is_trainable)
+    return (adapted, report) if output_loading_info else adapted
+
+
+def _with_adapter(
+    model: nn.Module, checkpoint: Checkpoint, peft_config: Any, seed: int | None, *, is_trainable: bool
+) -> Any:
+    """The loaded base with the checkpoint's adapter, the one that its training state holds, or a new one."""
+    if checkpoint.adapter is not None:
+        return load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
+    if (state := checkpoint.adapter_state) is not None:
+        return restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
+    return model if peft_config is None else add_adapter(model, peft_config, seed=seed)
 
 
 def from_config(
@@ -260,13 +256,8 @@ def from_config(
         computed = getattr(settings.get("mp_policy"), "param_dtype", None)
         masters = torch.float32 if dtype is None and computed is not None else None
         with agreed("building the model"):
-            model = build_meta_model(
-                config,
-                auto_class=auto_class,
-                dtype=dtype if isinstance(dtype, torch.dtype) else masters,
-                trust_remote_code=trust_remote_code,
-                **model_kwargs,
-            )
+            model_kwargs |= {"auto_class": auto_class, "trust_remote_code": trust_remote_code}
+            model = build_meta_model(config, dtype=dtype if isinstance(dtype, torch.dtype) else masters, **model_kwargs)
         content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
         own = {name: value for name, value in settings.items() if name != "mesh"}
         own |= {"policy": policy, "compile": options, "rules": rules}

@@ -10,13 +10,6 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.shard import parallelize_model, shard_model
 
 __all__ = [
-    "WrapPlan",
-    "WrapPlanError",
-    "build_meta_model",
-    "detect_blocks",
-    "load_weights",
-    "make_wrap_plan",
-    "open_checkpoint",
-    "parallelize_model",
-    "shard_model",
-]
+    "WrapPlan", "WrapPlanError", "build_meta_model", "detect_blocks", "load_weights", "make_wrap_plan",
+    "open_checkpoint", "parallelize_model", "shard_model",
+]  # fmt: skip

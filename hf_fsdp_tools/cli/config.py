@@ -103,10 +103,8 @@ def _config(options: argparse.Namespace) -> None:
     translation = None if options.source is None else LaunchConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     if options.model is None:
-        start, words = (
-            [*config.launch_variables, "accelerate", "launch"],
-            [] if translation is None else translation.words,
-        )
+        start = [*config.launch_variables, "accelerate", "launch"]
+        words = [] if translation is None else translation.words
         lines, script = _reason_lines(config, reasons), ["your_script.py", *words]
         answer = _Answer(config=config, reasons=reasons, lines=lines, start=start, script=script)
     else:
@@ -115,12 +113,8 @@ def _config(options: argparse.Namespace) -> None:
     written = _write(texts, force=options.force)
     if options.json:
         best, run_path = answer.best, answer.run_path
-        value: dict[str, Any] = {
-            "config": asdict(answer.config),
-            "reasons": answer.reasons,
-            "launch": launch,
-            "yaml": text,
-        }
+        value: dict[str, Any] = {"config": asdict(answer.config), "reasons": answer.reasons, "launch": launch}
+        value["yaml"] = text
         value |= {"output": options.output and str(options.output), "run_file": run_path and str(run_path)}
         value |= {} if best is None else {"recommendation": json.loads(best.to_json())}
         if translation is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, Report, by_severity, check_model
+from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, Report, by_severity, check_model, error
 from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -194,17 +194,15 @@ def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
 
 def _differences_between_ranks(report: _RankReport) -> Iterator[Finding]:
     if differing := _differing(report.structure):
-        yield Finding(
+        yield error(
             code="plans-differ",
-            severity="error",
             fact="Units or parameters differ between ranks, which would wait for each other for ever. "
             + "; ".join(differing),
             cure="Build the same model with the same policy on every rank: config, adapters, dtype, library versions.",
         )
     if differing := _differing(report.buffers):
-        yield Finding(
+        yield error(
             code="buffers-differ",
-            severity="error",
             fact=f"Non-persistent buffers differ between ranks; no checkpoint holds them. {'; '.join(differing)}",
             cure="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a "
             "to_empty() of your own, run the model's _init_weights for the modules that own them.",
@@ -233,9 +231,8 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]]) -> Iterator[Fin
     ties = {name: sum(c.get(("tie", name), 0) for c in by_rank) for what, name in by_rank[0] if what == "tie"}
     if ties:
         apart = sum(count > 0 for count in ties.values())
-        yield Finding(
+        yield error(
             code="tie-broken",
-            severity="error",
             fact=f"{len(ties)} tied sets are separate parameters now, {apart} of them with different values: "
             f"{listed(list(ties))}. They are trained apart, and a checkpoint keeps one of them.",
             cure="Call model.tie_weights() before sharding, gather tied modules in one unit, and fill the model with "
@@ -245,9 +242,8 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]]) -> Iterator[Fin
     for counts in by_rank:
         bad.update({name: count for (what, name), count in counts.items() if what == "values"})
     if bad:
-        yield Finding(
+        yield error(
             code="non-finite-values",
-            severity="error",
             fact=f"{len(bad)} tensors hold NaN or infinity: "
             f"{listed([f'{name} ({count} elements)' for name, count in bad.most_common()])}.",
             cure="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that "

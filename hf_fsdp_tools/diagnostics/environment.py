@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
-from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity
+from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity, error, warning
 from hf_fsdp_tools.distributed.mesh import ParallelDims, loopback_advice, streams_are_serialized
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -136,9 +136,8 @@ def untried_versions(*names: str) -> Iterator[Finding]:
         (least, last), found = (_REQUIRED | _OPTIONAL)[name], _version(name)
         if found and last and Version(found).release[:2] > Version(last).release:
             tried = last if least == last else f"{least} to {last}"
-            yield Finding(
+            yield warning(
                 code="version-untried",
-                severity="warning",
                 fact=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}.",
                 cure=f'pip install "{name}=={last}.*", or go on and look closely.',
             )
@@ -148,9 +147,8 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
     for name, (least, _) in _REQUIRED.items():
         found = versions[name]
         if found is None or Version(found).release < Version(least).release:
-            yield Finding(
+            yield error(
                 code="package-missing" if found is None else "version-too-old",
-                severity="error",
                 fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
                 cure=f'pip install "{name}>={least}"',
             )
@@ -161,16 +159,14 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
     accelerator = find_accelerator()
     own = dist.get_default_backend_for_device(accelerator) if accelerator is not None and backends else ""
     if not backends:
-        yield Finding(
+        yield error(
             code="no-backend",
-            severity="error",
             fact="This torch was built without distributed backends.",
             cure="Install a torch with them: the wheels for Linux have gloo, those for CUDA also NCCL.",
         )
     elif accelerator is not None and not dist.is_backend_available(own):
-        yield Finding(
+        yield error(
             code=f"no-{own}",
-            severity="error",
             fact=f"{torch.accelerator.device_count()} {accelerator.type} device(s) and no {own}; the backends are "
             f"{', '.join(backends)}.",
             cure=f"Install the torch wheel for {accelerator.type} on Linux.",
@@ -178,25 +174,22 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
     built_for = torch.accelerator.current_accelerator()
     if accelerator is None and built_for is not None and built_for.type != "mps":
         release = torch.version.cuda or torch.version.hip or ""
-        yield Finding(
+        yield warning(
             code="no-device",
-            severity="warning",
             fact=f"This torch is built for {built_for.type} {release}".rstrip() + " and sees no device: it would run "
             "on the CPU.",
             cure="Check the driver's version (nvidia-smi, rocm-smi, xpu-smi) and variables that hide devices "
             "(CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
     if accelerator is not None and not computes_bfloat16(accelerator):
-        yield Finding(
+        yield warning(
             code="no-bfloat16",
-            severity="warning",
             fact=f"{_described(accelerator)} does not compute in bfloat16.",
             cure="Use mixed_precision fp16 or no.",
         )
     if accelerator is not None and streams_are_serialized():
-        yield Finding(
+        yield warning(
             code="one-connection",
-            severity="warning",
             fact="CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's tensor parallelism wants it: FSDP's gathers then "
             "wait for computation instead of running at the same time.",
             cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
@@ -206,4 +199,4 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
 def _check_network() -> Iterator[Finding]:
     if advice := loopback_advice():
         fact, _, cure = advice.partition(". ")
-        yield Finding(code="loopback", severity="warning", fact=f"{fact}.", cure=cure)
+        yield warning(code="loopback", fact=f"{fact}.", cure=cure)

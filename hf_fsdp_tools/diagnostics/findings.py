@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -48,6 +49,9 @@ class Finding:
 
 
 SEVERITIES = ("error", "warning", "info")
+
+error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
+info = partial(Finding, severity="info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +113,8 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
         yield finding
         return
     if missed:
-        yield Finding(
+        yield warning(
             code="missed-blocks",
-            severity="warning",
             fact=f"{len(missed)} of {len(blocks)} blocks have no unit and are gathered with what is around them: "
             f"{listed([block.fqn for block in missed])} ({_classes(missed)}).",
             cure=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it "
@@ -119,9 +122,8 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
         )
     if large := [unit for unit in live.units if unit.num_params > bound]:
         worst = max(large, key=lambda unit: unit.num_params)
-        yield Finding(
+        yield warning(
             code="oversize-unit",
-            severity="warning",
             fact=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
             f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
             f"({show_bytes(worst.num_bytes)}).",
@@ -138,9 +140,8 @@ def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> F
     is_split = blocks_have_units and len(full) > 1
     if is_split or len(planned) < 2 or worst.num_params <= plan.largest_unit.num_params:
         return None
-    return Finding(
+    return error(
         code="root-only",
-        severity="error",
         fact=f"No block has a unit: each forward pass gathers {show_count(worst.num_params)} of "
         f"{show_count(live.tree.num_params)} parameters ({show_bytes(worst.num_bytes)}) at once, in {worst.name}, "
         f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
@@ -172,9 +173,8 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     if absent or extra:
         lists = [f"{len(absent)} of its {len(planned)} units are not there ({listed(absent)})"] if absent else []
         lists += [f"{len(extra)} units are not in it ({listed(extra)})"] if extra else []
-        yield Finding(
+        yield warning(
             code="plan-mismatch",
-            severity="warning",
             fact=f"The model is not sharded as the plan says: {' and '.join(lists)}.",
             cure="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make "
             "the plan from this model.",
@@ -185,16 +185,14 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
     names = [name for name, parameter in live.parameters.items() if local_tensor(parameter.tensor).is_meta]
     buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     if len(names) == len(live.parameters):
-        yield Finding(
+        yield info(
             code="meta-parameters",
-            severity="info",
             fact=f"All {len(names)} parameters are on meta: the model has shapes and no values yet.",
             cure="Fill it with load_weights(model, ...) before the first forward pass.",
         )
     elif names or buffers:
-        yield Finding(
+        yield error(
             code="meta-parameters",
-            severity="error",
             fact=f"{len(names)} of {len(live.parameters)} parameters and {len(buffers)} buffers are still on meta: "
             f"{listed([*names, *buffers])}.",
             cure="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint "
@@ -216,9 +214,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
         if place.tensor.requires_grad and not place.tensor._post_accumulate_grad_hooks:
             alone.append(weight.names[0])
     if twice:
-        yield Finding(
+        yield error(
             code="managed-twice",
-            severity="error",
             fact=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: "
             f"{listed(twice)}. Their gradients or values go apart, or the forward pass sees a shard instead of the "
             "whole.",
@@ -226,9 +223,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             "make_wrap_plan does it), and do not call tie_weights() on a sharded model.",
         )
     if alone:
-        yield Finding(
+        yield error(
             code="unmanaged-parameters",
-            severity="error",
             fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, "
             "so each rank trains its own copy.",
             cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
@@ -253,9 +249,8 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
                 padding += weight.nbytes * (ratio - 1)
                 padded.append(weight.names[0])
     if padding > _MAX_PADDING_SHARE * total:
-        yield Finding(
+        yield warning(
             code="padded-shards",
-            severity="warning",
             fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
             f"anything of these hold as much more than their share: {listed(merge_alike(padded))} have too few rows "
             "for the ranks, and FSDP2 makes all shards as long as the longest.",
@@ -270,9 +265,8 @@ def _check_precision(live: LiveModel) -> Iterator[Finding]:
     low = [weight for weight in trainable if weight.dtype in _LOW_PRECISION]
     if low:
         dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in low}))
-        yield Finding(
+        yield info(
             code="low-precision-masters",
-            severity="info",
             fact=f"{show_count(sum(w.numel for w in low))} of {show_count(sum(w.numel for w in trainable))} trainable "
             f"parameters are kept in {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
             cure="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "

@@ -145,7 +145,7 @@ class Parameter(TensorSize):
     requires_grad: bool  # Whether it is trained
     is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or the model is plain
     matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
-    packed_values: int | None = None  # How many values the elements of a part of a quantised weight hold
+    num_floats: int | None = None  # How many floats it holds, where these are not its elements
 
     @property
     def parameter(self) -> "Parameter":
@@ -174,7 +174,7 @@ class Trace:
     @property
     def num_params(self) -> int:
         """Parameters of the model, tied ones once, quantised ones as values."""
-        return sum(each.numel if each.packed_values is None else each.packed_values for each in self.parameters)
+        return sum(each.numel if each.num_floats is None else each.num_floats for each in self.parameters)
 
 
 def in_use(events: Sequence[Event], resident: Iterable[Alloc]) -> tuple[str, dict[int, Alloc]]:

@@ -23,7 +23,6 @@ from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, copy_on_meta, load_config
-from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
@@ -136,10 +135,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         model = copy_on_meta(name_or_model)
     else:
         model = _built(name_or_model, setup, model_kwargs)
-    if not setup.dequantize and not packed_parameters(model):
-        if is_own:
-            raise ConfigError("dequantize=False: this model has floats. Give its checkpoint's name, or its config.")
-        keep_by_config(model)
+    if not setup.dequantize:
+        keep_by_config(model, has_values=is_own)
     if is_divided := max(setup.tp_size, setup.ep_size) > 1:
         mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:

@@ -40,19 +40,10 @@ from hf_fsdp_tools.stores import fetch_whole, stub_of
 from hf_fsdp_tools.text import listed, quoted
 
 STATE_GLOBS = (
-    f"{FSDP_MODEL_NAME}[_.]*",
-    f"{FSDP_MODEL_NAME}_*/*",
-    f"{OPTIMIZER_NAME}[_.]*",
-    f"{OPTIMIZER_NAME}_*/*",
-    f"{SCHEDULER_NAME}[_.]*",
-    "sampler[_.]*",
-    "dl_state_dict[_.]*",
-    LOADERS,
-    SCALER_NAME,
-    f"{RNG_STATE_NAME}_*.pkl",
-    "custom_checkpoint_*.pkl",
-    ADAPTER_CONFIG,
-)
+    *(f"{name}{end}" for name in (FSDP_MODEL_NAME, OPTIMIZER_NAME) for end in ("[_.]*", "_*/*")),
+    f"{SCHEDULER_NAME}[_.]*", "sampler[_.]*", "dl_state_dict[_.]*", LOADERS, SCALER_NAME, f"{RNG_STATE_NAME}_*.pkl",
+    "custom_checkpoint_*.pkl", ADAPTER_CONFIG,
+)  # fmt: skip
 """Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py. The epochs of
 loaders and the config of an adapter are ours."""
 
@@ -120,6 +111,14 @@ def write_state(accelerator: Any, state: StateSave) -> None:
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
 
 
+def _tensors_of_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """What is saved of a `PeftModel`: the adapter, and buffers that steps may change, as those of batch norms; of
+    prompt methods none: their states would seem whole."""
+    is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
+    names = {name for name, _ in model.named_buffers() if not is_prompt}
+    return adapter_tensors(model) | {name: t for name, t in model.state_dict().items() if name in names}
+
+
 def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, index: int) -> None:
     """Write a model, or an optimizer of it, as Accelerate does; of a `PeftModel` the adapter, without the frozen base.
 
@@ -128,15 +127,13 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
     """
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
-    is_whole, chosen = optimizer is not None or not _leaves_base_out(model), dict[str, torch.Tensor]()
+    is_whole = optimizer is not None or not _leaves_base_out(model)
     if optimizer is None:
         warn_of_drift(model)
+    chosen: dict[str, torch.Tensor] = {}
     if not is_whole:
-        # buffers that steps may change, as those of batch norms; of prompt methods none: their states would seem whole
-        is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
-        names = {name for name, _ in model.named_buffers() if not is_prompt}
         with agreed("preparing the adapter", state.folder):
-            chosen = adapter_tensors(model) | {name: t for name, t in model.state_dict().items() if name in names}
+            chosen = _tensors_of_adapter(model)
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if "SHARDED" not in str(plugin.state_dict_type):
         if "FULL" in str(plugin.state_dict_type):

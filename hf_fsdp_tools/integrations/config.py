@@ -104,8 +104,7 @@ class LaunchConfig:
     """The modules that Accelerate wraps by itself. NO_WRAP, because this package shards the model before Accelerate
     sees it; Accelerate would look for block classes by names that sharding has changed."""
     transformer_layer_cls_to_wrap: tuple[str, ...] = field(
-        default=(),
-        metadata=_key(argument="transformer_cls_names_to_wrap", variable="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+        default=(), metadata=_key(argument="transformer_cls_names_to_wrap", variable="FSDP_TRANSFORMER_CLS_TO_WRAP")
     )
     """Class names of blocks, for TRANSFORMER_BASED_WRAP; empty uses the model's own `_no_split_modules`."""
     min_num_params: int | None = field(default=None, metadata=_key(int))

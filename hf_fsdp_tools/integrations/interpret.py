@@ -19,7 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity, error, warning
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
 from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
@@ -387,7 +387,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, Any]) -> Iterator[Finding]:
     """Yield the problems of the file as a whole."""
-    error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
     if (kind := data.get("distributed_type")) != "FSDP":
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
         yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)

@@ -5,7 +5,7 @@ from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -15,6 +15,7 @@ from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import library_errors, warn
 from hf_fsdp_tools.hub import CARD, upload
+from hf_fsdp_tools.integrations.hooks import TrainerBase
 from hf_fsdp_tools.integrations.resume import STATE_FILES
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
@@ -26,13 +27,8 @@ _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 _LAST = "last-checkpoint/"
 """Where `hub_strategy="checkpoint"` puts the checkpoint to resume from; source: transformers 5.23, trainer.py."""
 
-if TYPE_CHECKING:
-    from transformers.trainer import Trainer as _Trainer
-else:
-    _Trainer = object
 
-
-class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
+class PushingMixin(TrainerBase):  # type: ignore[misc]  # transformers is not typed
     """Uploads by a `Trainer` whose ranks save together: each is one commit of complete files, made by rank 0.
 
     Where an upload fails while training goes on, it goes on with a warning; elsewhere an error of the hub is the same

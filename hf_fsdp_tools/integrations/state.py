@@ -1,7 +1,7 @@
 """Start Accelerate's shared state with FSDP in it, and make an Accelerator from it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -37,22 +37,14 @@ from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
-from hf_fsdp_tools.integrations.training_arguments import (
-    agree_with_arguments,
-    group_options,
-    plugin_of,
-    precision_of,
-)
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.sharding.sharding import Float8Policy
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
 def make_accelerator(
-    args: Any = None,
-    *,
-    fsdp_plugin: FSDPPlugin | None = None,
-    **accelerate_kwargs: Any,
+    args: Any = None, *, fsdp_plugin: FSDPPlugin | None = None, **accelerate_kwargs: Any
 ) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
 
@@ -96,9 +88,7 @@ def make_accelerator(
             f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a FSDPPlugin, which takes "
             "the same arguments and a policy."
         )
-    handlers = accelerate_kwargs.get("kwargs_handlers") or ()
-    handler: Any = next((each for each in handlers if isinstance(each, InitProcessGroupKwargs)), None)
-    group: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
+    group = _group_of(accelerate_kwargs.get("kwargs_handlers") or ())
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
@@ -108,12 +98,6 @@ def make_accelerator(
         if fsdp_plugin is not None:
             agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
     plugin = fsdp_plugin or plugin_of(args)
-    for handler in handlers:
-        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
-            raise ConfigError(
-                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
-                "or leave it out."
-            )
     known = signature(Accelerator.__init__).parameters.keys() - {"self"}
     for name in accelerate_kwargs.keys() - known:
         raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
@@ -121,15 +105,10 @@ def make_accelerator(
     if precision is not None and str(precision) not in PrecisionType.list():
         word = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
         accelerate_kwargs["mixed_precision"] = precision = word
-    dynamo_plugin = accelerate_kwargs.get("dynamo_plugin")
-    start_state(
-        plugin,
-        mixed_precision=precision,
-        cpu=bool(accelerate_kwargs.get("cpu")),
-        parallelism_config=accelerate_kwargs.get("parallelism_config"),
-        dynamo_plugin=dynamo_plugin or make_dynamo_plugin(accelerate_kwargs.get("dynamo_backend")),
-        group=group,
-    )
+    get = accelerate_kwargs.get
+    dynamo = get("dynamo_plugin") or make_dynamo_plugin(get("dynamo_backend"))
+    options: dict[str, Any] = {"cpu": bool(get("cpu")), "parallelism_config": get("parallelism_config"), "group": group}
+    start_state(plugin, mixed_precision=precision, dynamo_plugin=dynamo, **options)
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
@@ -139,6 +118,20 @@ def make_accelerator(
             "mixed_precision='fp8'."
         )
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+
+
+def _group_of(handlers: Iterable[Any]) -> dict[str, Any]:
+    """What Accelerate's handlers ask of the process group; those of another FP8 than torchao's are refused."""
+    group: dict[str, Any] = {}
+    for handler in handlers:
+        if isinstance(handler, InitProcessGroupKwargs):
+            group = group or handler.to_kwargs()
+        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
+            raise ConfigError(
+                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
+                "or leave it out."
+            )
+    return group
 
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
@@ -164,40 +157,15 @@ def start_state(
     cpu = device.type == "cpu"
     _check_float8(plugin, mixed_precision, device.type)
     if AcceleratorState._shared_state:
-        state = AcceleratorState()
-        _refuse_other_state(state, mixed_precision, parallelism_config)
-        if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
-            state.dynamo_plugin = dynamo_plugin
-        if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
-            plugin.set_mixed_precision(state.mixed_precision)
-            state.fsdp_plugin = plugin
-        if group and "timeout" in group:
-            set_timeout(group["timeout"])
+        _join_state(plugin, mixed_precision, parallelism_config, dynamo_plugin)
+        _set_timeout(group)
         return
-    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
-    if is_alone and world_size(os.environ) > 1:
-        PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
-        rank, size = rank_on_node()
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    options = {"timeout": default_timeout(device.type), **(group or {})}
-    ensure_process_group(device.type, **options)  # with gloo next to NCCL, which Accelerate does on some variables only
-    PartialState(cpu=cpu)
-    if group and "timeout" in group:
-        set_timeout(group["timeout"])  # of a group that runs already, too
-    if not cpu:
-        torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
+    _start_ranks(device, group or {})
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables next to that one
     parallelism_config = parallelism_config or plugin.copies
-    state = AcceleratorState(
-        mixed_precision=mixed_precision,
-        cpu=cpu,
-        dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(),
-        fsdp_plugin=plugin,
-        parallelism_config=parallelism_config,
-        _from_accelerator=True,
-    )
+    own = {"fsdp_plugin": plugin, "dynamo_plugin": dynamo_plugin or TorchDynamoPlugin(), "_from_accelerator": True}
+    state = AcceleratorState(mixed_precision, cpu, parallelism_config=parallelism_config, **own)
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
         plugin.set_mixed_precision(state.mixed_precision)
         for shared in (state, PartialState()):
@@ -209,6 +177,38 @@ def start_state(
     _check_state(plugin)
     set_ranks_per_row(_check_axes(state.parallelism_config, plugin).ranks_per_row)
     leave_to_model(state)
+
+
+def _join_state(plugin: FSDPPlugin, mixed_precision: Any, parallelism_config: Any, dynamo_plugin: Any) -> None:
+    """Bring a plugin into the state that a former Accelerator has started."""
+    state = AcceleratorState()
+    _refuse_other_state(state, mixed_precision, parallelism_config)
+    if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+        state.dynamo_plugin = dynamo_plugin
+    if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
+        plugin.set_mixed_precision(state.mixed_precision)
+        state.fsdp_plugin = plugin
+
+
+def _start_ranks(device: torch.device, group: Mapping[str, Any]) -> None:
+    """Start the process group, if none is running, and Accelerate's state of it."""
+    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
+    if is_alone and world_size(os.environ) > 1:
+        PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
+        rank, size = rank_on_node()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    options = {"timeout": default_timeout(device.type), **group}
+    ensure_process_group(device.type, **options)  # with gloo next to NCCL, which Accelerate does on some variables only
+    PartialState(cpu=device.type == "cpu")
+    _set_timeout(group)  # of a group that runs already, too
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
+
+
+def _set_timeout(group: Mapping[str, Any] | None) -> None:
+    if group and "timeout" in group:
+        set_timeout(group["timeout"])
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:

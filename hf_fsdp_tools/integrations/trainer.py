@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -25,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import ConfigError, storage_errors, warn
+from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
@@ -36,7 +35,7 @@ from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_p
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
-from hf_fsdp_tools.integrations.reporting import Measured, report_estimate
+from hf_fsdp_tools.integrations.reporting import Measured, ReportingMixin, check_report, report_estimate
 from hf_fsdp_tools.integrations.resume import (
     AVERAGES,
     STATE_FILES,
@@ -53,13 +52,7 @@ from hf_fsdp_tools.integrations.resume import (
 )
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
-from hf_fsdp_tools.integrations.streams import (
-    go_on,
-    going_on,
-    share_loader,
-    why_read_again,
-    write_position,
-)
+from hf_fsdp_tools.integrations.streams import go_on, going_on, share_loader, why_read_again, write_position
 from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
@@ -72,7 +65,7 @@ from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, sh
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import class_name, original_classes, replaced
+from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
@@ -81,7 +74,7 @@ from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.sharding import sharded_module
 from hf_fsdp_tools.stores import local_folder
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -91,7 +84,7 @@ step, because these models take any keyword, and would multiply them by the numb
 _TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 
 
-class FSDPTrainerMixin(PushingMixin):
+class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     """Gives a `Trainer` or a subclass of it this package's sharding, precision, saving and resuming.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
@@ -135,11 +128,7 @@ class FSDPTrainerMixin(PushingMixin):
         >>> trainer.save_model("trained")
     """
 
-    fsdp_settings: TrainerSettings = TrainerSettings()
-    """Given by keyword to a trainer, they take the place of those of its class."""
     ema: ParameterEMA | None = None
-    estimated: Mapping[str, Any] | None = None
-    """The estimate for `report_estimate` where there is one already; None makes one when the training has ended."""
     _stream: Any = None
     """The loader of a stream whose position is saved."""
     _begins_at: Path | None = None
@@ -157,7 +146,7 @@ class FSDPTrainerMixin(PushingMixin):
                     f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
                     f"would run. Write class {cls.__name__}({', '.join(ordered)})."
                 )
-            for own in (FSDPTrainerMixin, PushingMixin):
+            for own in (FSDPTrainerMixin, PushingMixin, ReportingMixin):
                 check_hooks(own, super())
         super().__init_subclass__(**kwargs)
 
@@ -173,7 +162,6 @@ class FSDPTrainerMixin(PushingMixin):
         self._uploads = {}
         self.fsdp_settings = copy(fsdp_settings or self.fsdp_settings)
         self._measured = Measured()
-        self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with made_on_shards(self):
@@ -211,14 +199,9 @@ class FSDPTrainerMixin(PushingMixin):
             refuse_sharded_elsewhere(model)
         plugin, precision = plugin_of(args), precision_of(args, model)
         agree_with_arguments(plugin, args, model)
-        start_state(
-            plugin,
-            mixed_precision=precision,
-            cpu=args.use_cpu,
-            parallelism_config=args.parallelism_config,
-            dynamo_plugin=make_dynamo_plugin(args.torch_compile_backend, args.torch_compile_mode),
-            group=group_options(args),
-        )
+        dynamo = make_dynamo_plugin(args.torch_compile_backend, args.torch_compile_mode)
+        options = {"cpu": args.use_cpu, "parallelism_config": args.parallelism_config, "group": group_options(args)}
+        start_state(plugin, mixed_precision=precision, dynamo_plugin=dynamo, **options)
         if AcceleratorState().fsdp_plugin.activation_checkpointing:
             # TRL's arguments ask for it by default, too; the Trainer refuses both.
             args.activation_checkpointing = args.gradient_checkpointing = False
@@ -300,54 +283,14 @@ class FSDPTrainerMixin(PushingMixin):
         """The norm of all gradients, clipped or not."""
         return self.accelerator.clip_grad_norm_(model.parameters(), math.inf) if grad_norm is None else grad_norm
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, after one line that the model is sharded. A run that had come to its end trains nothing."""
-        if self.state.global_step >= self.state.max_steps:
-            if self.args.should_log:
-                done = f"step {self.state.global_step} of {self.state.max_steps}"
-                warn(f"Nothing is left to train: the checkpoint is of {done}.")
-            self.control.should_training_stop = True
-            return
-        if self.args.should_log and not self._losses:
-            sharding, ranks = sharding_of(self.model), self.args.world_size
-            units = f", {len(sharding.plan.units)} units," if sharding is not None else ""
-            how = f"over {ranks} rank{'s' * (ranks > 1)}, by FSDP{self.accelerator.state.fsdp_plugin.fsdp_version}"
-            if sharding is not None and sharding.is_whole:
-                units, how = "", "whole on one rank"
-            print(f"hf_fsdp_tools: {class_name(base_of(self.model))}{units} is trained {how}")
-        super()._run_epoch(*args, **kwargs)
-
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's; the loss is kept until losses are logged, with what the batch begins with: 16 values of its
-        first input, or its first row as it is."""
-        values = inputs.values() if isinstance(inputs, Mapping) else ()
-        first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
-        rows = inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
-        if self.fsdp_settings.report_estimate is not None:
-            self._measured.count(inputs)
+        """As the Trainer's; offloaded units are stepped in the backward pass of the last micro-batch, unless a norm of
+        all gradients is to be known before."""
         is_last = self.accelerator.sync_gradients and not self.args.max_grad_norm and self.accelerator.scaler is None
         streams = is_last and type(getattr(self.optimizer, "optimizer", None)) in ELEMENTWISE
         with steps_in_backward(self.optimizer) if streams else nullcontext():
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        self._losses.append((self.state.global_step + 1, loss.detach(), rows))
         return loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
-        super().log(logs, *args, **kwargs)
-        if "loss" in logs and self.fsdp_settings.report_estimate is not None:
-            self._measured.note()
-        if self.fsdp_settings.allow_nan or math.isfinite(logs.get("loss", 0.0)):
-            return
-        on = f"on rank {self.args.process_index}, whose batch begins with"
-        bad = [(step, f"{loss} {on} {rows}") for step, loss, rows in self._losses if not loss.isfinite()]
-        found = [first for of_rank in all_ranks(bad[:1], "looking for a loss that is NaN") for first in of_rank]
-        step, what = min(found, default=(self.state.global_step, f"{logs['loss']}"))
-        raise ConfigError(
-            f"The loss of step {step} is {what}. Look at these rows (labels that are all -100, numbers out of range), "
-            "the learning rate, and fp16 where bf16 would do. To go on: TrainerSettings(allow_nan=True), or "
-            "--allow_nan of a recipe."
-        )
 
     def evaluation_loop(self, *positional: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
@@ -474,11 +417,7 @@ class FSDPTrainerMixin(PushingMixin):
             resume_from_checkpoint = str(resumed)
         if self.args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
-        report = Path(self.fsdp_settings.report_estimate) if self.fsdp_settings.report_estimate else None
-        if report is not None:  # a training of hours does not end with a file that cannot be written
-            with agreed("opening the report of the estimate", report), storage_errors("write to", report):
-                if self.args.should_save:
-                    report.open("a").close()
+        check_report(self)
         self.ema = None
         if self.fsdp_settings.ema_decay is not None:
             self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
@@ -493,8 +432,7 @@ class FSDPTrainerMixin(PushingMixin):
             self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
-        if report is not None:
-            report_estimate(self, self._measured, report)
+        report_estimate(self)
         return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

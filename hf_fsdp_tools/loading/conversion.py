@@ -6,6 +6,7 @@ This is the only file that touches transformers' conversion interface (checked w
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.four_bits import beside_4bit
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
+from hf_fsdp_tools.modeling.packed import revert
 from hf_fsdp_tools.text import listed
 
 
@@ -69,11 +70,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def map_loading(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Stored],
-    *,
-    is_model_state: bool = False,
+    model: nn.Module, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], *, is_model_state: bool = False
 ) -> LoadMap:
     """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`."""
     with original_classes(model):
@@ -215,41 +212,9 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     return revert_whole(model, {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()})
 
 
-def _revert_parts(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Parts of packed parameters in the hub's layout, by stored key, as bytes; symbols have the stored look.
-
-    A conversion takes the plain names: values, and each kind of scales, pass through it under these, their dimensions
-    in the order of the plain parameter's.
-    """
-    kinds: dict[int, dict[str, Any]] = {}
-    found: dict[str, Any] = {}
-    forms = packed_parameters(model) if tensors else {}
-    of_name = {name: (form, part) for key, form in forms.items() for name, part in form.parts(key).items()}
-    for key, form in forms.items():
-        for kind, (name, part) in enumerate(form.parts(key).items()):
-            if name in tensors and not part.is_whole:  # those are in `beside_4bit`
-                kinds.setdefault(kind, {})[key] = exchanged(tensors[name], form.is_transposed)
-    for kind, named in kinds.items():
-        first = list(forms[next(iter(named))].parts(next(iter(named))))[kind]
-        for plain, tensor in revert_group(model, named).items():
-            form, part = of_name[min(tensor.sources) if isinstance(tensor, PieceTensor) else first]
-            tensor = exchanged(tensor, form.is_transposed)
-            if isinstance(tensor, PieceTensor):
-                tensor.look = part.look(tensor.shape)
-            found[part.key(plain)] = tensor
-    return found
-
-
-def exchanged(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Bytes of a packed parameter with the dimensions in the order of the plain one's, and back."""
-    return tensor.transpose(-2, -1) if is_transposed else tensor
-
-
 def revert_whole(model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Whole tensors, or symbols of them, in the hub's layout; parts of packed parameters as bytes."""
-    parts = packed_parts(model)
-    plain = revert_group(model, {k: t for k, t in whole.items() if k not in parts})
-    return plain | _revert_parts(model, {k: t for k, t in whole.items() if k in parts})
+    return revert(model, whole, partial(revert_group, model))
 
 
 def revert_group(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

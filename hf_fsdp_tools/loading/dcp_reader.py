@@ -1,6 +1,7 @@
 """Read a DCP folder in a store for torch: each rank the bytes of its shards, whatever number of ranks has saved it."""
 
 import io
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import parse_dcp
+from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, Reader
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of
@@ -41,6 +43,17 @@ def _bytes_of(file: Path, place: Any) -> bytes:
         return stream.read(place.length)
 
 
+def _target(item: ReadItem, planner: LoadPlanner, tensors: Mapping[str, Stored]) -> Place:
+    """What an item of a plan fills, and with which part of which stored tensor."""
+    target, key = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+    chunk = item.storage_index.offset or (0,) * target.dim()
+    start = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+    box = Box(start=start, length=tuple(item.lengths))
+    if tuple(target.shape) != box.length:
+        raise CheckpointError(f"{key!r}: expected {list(target.shape)}, found {list(box.length)}.")
+    return target, PieceTensor.stored(tensors[key], target.dtype), box
+
+
 class _RangeReader(FileSystemReader):
     """torch's reader, whose plan for a folder in a store is carried out by the reader of checkpoints."""
 
@@ -62,33 +75,25 @@ class _RangeReader(FileSystemReader):
             ends += [(file, start, min(stop, start + _HEAD_BYTES)), (file, max(start, stop - _TAIL_BYTES), stop)]
         tensors = {tensor.key: tensor for _, tensor in parse_dcp(folder)[0]}
         index = CheckpointIndex(name=str(folder), tensors=tensors, header_bytes=0)
-        targets: list[Place] = []
+        in_bytes = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        others = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with at_hand(ends):
-            for item in plan.items:
-                key, place = item.storage_index.fqn, places[item.storage_index]
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(_bytes_of(folder / place.relative_path, place)))
-                    continue
-                target = planner.resolve_tensor(item).detach()
-                chunk = item.storage_index.offset or (0,) * target.dim()
-                start = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
-                box = Box(start=start, length=tuple(item.lengths))
-                if tuple(target.shape) != box.length:
-                    raise CheckpointError(f"{key!r}: expected {list(target.shape)}, found {list(box.length)}.")
-                targets.append((target, PieceTensor.stored(tensors[key], target.dtype), box))
-            transfers, _ = reads_of(targets, index)
+            for item in in_bytes:
+                place = places[item.storage_index]
+                planner.load_bytes(item, io.BytesIO(_bytes_of(folder / place.relative_path, place)))
+            targets = [_target(item, planner, tensors) for item in others]
             side = side_stream_for([memory for memory, _, _ in targets])
+            staging_bytes = STAGING_BYTES if side is None else STAGING_BYTES_PINNED
             try:
-                staging_bytes = STAGING_BYTES if side is None else STAGING_BYTES_PINNED
                 with Reader(staging_bytes=staging_bytes, side=side) as reader:
-                    reader.read(transfers)
+                    reader.read(reads_of(targets, index)[0])
             finally:
                 if side is not None:
                     side.release()
         for found in there.values():
             if found.version_now() != found.version:
                 raise CheckpointError(f"{found.url}: was replaced or removed while it was read. Load another state.")
-        for item in (item for item in plan.items if item.type != LoadItemType.BYTE_IO):
+        for item in others:
             planner.commit_tensor(item, planner.resolve_tensor(item))
         done: Future[None] = Future()
         done.set_result(None)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,17 @@ from hf_fsdp_tools.distributed.shards import keep_part, local_boxes_of, local_pa
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize
-from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
+from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
+from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit
+from hf_fsdp_tools.loading.quantized.sources import Sources
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.sharding.allocate import allocate
-
-_NO_4BIT = Weights4Bit()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,8 @@ def fill_shards(
     model: nn.Module,
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
+    sources: Sources | None = None,
     *,
-    groups: Mapping[str, ConversionGroup] | None = None,
-    weights_4bit: Weights4Bit = _NO_4BIT,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     doing: str,
@@ -63,53 +61,41 @@ def fill_shards(
 ) -> Filled:
     """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
-    `groups` has the conversions of tensors that are computed. Without a `device` all tensors have storage. Every rank
-    must call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
+    `sources` say how to get those that are computed. Without a `device` all tensors have storage. Every rank must
+    call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
     """
     rank, world_size = rank_and_size()
+    groups, computed = (sources.load_map.groups, sources.computed) if sources is not None else ({}, Weights4Bit())
     with ExitStack() as stack:
         with agreed(doing):
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
-            places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
+            places, bands, opaque, received, share_bytes = _share_of(state, index, loaded, groups)
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
-            packed = shares_of(weights_4bit, state, index)
-            beside_bytes = weights_4bit.text_bytes(index) + sum(share.num_bytes for share in packed)
+            others = computed.shares(state, index)
             shards = [local_tensor(tensor) for tensor in state.values()]
-            side = side_stream_for([*shards, *(torch.empty(0, device=share.device) for share in packed[:1])])
+            side = side_stream_for([*shards, torch.empty(0, device=others.device)])
             if side is not None:
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
-            to_read += beside_bytes + sum(band.num_bytes for band in bands if band)
-            bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
-            reader = Reader(
-                staging_bytes=staging_bytes,
-                side=side,
-                in_flight=in_flight,
-                # Where all ranks share this machine, another rank wants the bytes that this one skips.
-                read_ahead=rank_on_node()[1] == world_size,
-                on_bytes=stack.enter_context(bar),
-            )
-            stack.enter_context(reader)
+            to_read += others.num_bytes + sum(band.num_bytes for band in bands if band)
+            bar = stack.enter_context(loading_bar(to_read, rank=rank, world_size=world_size, progress=progress))
+            ahead = rank_on_node()[1] == world_size  # another rank of this machine wants the bytes that this one skips
+            options: dict[str, Any] = {"staging_bytes": staging_bytes, "in_flight": in_flight, "read_ahead": ahead}
+            reader = stack.enter_context(Reader(side=side, on_bytes=bar, **options))
             stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
-            if weights_4bit.texts:
-                stats += read_texts(weights_4bit, state, index, reader)
+            stats += others.read(reader)
         if bands:
             with agreed(doing):
                 stats += _read_bands(filter(None, bands), index, reader, staging_bytes=staging_bytes)
-        if packed:
-            stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
+        stats += others.pack(reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, received)
     on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
-    return Filled(
-        stats=stats,
-        converted=converted,
-        share_bytes=share_bytes + beside_bytes,
-        host_bytes=sum(on_host.values()),
-    )
+    share_bytes += others.num_bytes
+    return Filled(stats=stats, converted=converted, share_bytes=share_bytes, host_bytes=sum(on_host.values()))
 
 
 def _share_of(
@@ -231,8 +217,7 @@ def check_values(match: Match, *, staging_bytes: int) -> TransferStats:
     """Compare the two stored values of each tied pair, and look for columns of quantised weights that are ordered by
     activation; each rank compares its own shards, and looks at some weights, which costs what is returned."""
     index, (rank, world_size) = match.index, rank_and_size()
-    quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
-    ordered = [tensor for tensor in quantized if tensor.groups is not None]
+    ordered = with_groups(index.tensors.values())
     if not match.tied_pairs and not ordered:
         return TransferStats()
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:

@@ -18,7 +18,7 @@ from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.match import Match, part_of
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import saved_quantization
 from hf_fsdp_tools.stores import name_of, stored_object
 from hf_fsdp_tools.text import listed, quoted
 
@@ -46,7 +46,7 @@ class Heads:
 
     def of(self, model: nn.Module, *, carry: bool) -> CheckpointIndex:
         """What a save copies: stored tensors for a model with weights quantised as stored, otherwise plain ones."""
-        index = self.stored if packed_parameters(model) else self.index
+        index = self.stored if saved_quantization(model) else self.index
         return index if carry else part_of(index, self.beside.__contains__)
 
     def _stamps_now(self) -> dict[Path, tuple[int, int]]:
@@ -98,15 +98,13 @@ def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
 
     One warning on rank 0 says what config.json will promise and nobody will find. No rank communicates.
     """
-    heads = match.heads if carry or match.beside else None
+    heads, fact = match.heads if carry or match.beside else None, ""
     if heads is None:
         add_to_note(model, heads=None)
     else:
-        plain, stored = heads, match.stored_heads
-        if not carry:
-            plain, stored = (part_of(each, match.beside.__contains__) for each in (plain, stored))
+        found = (heads, match.stored_heads)
+        plain, stored = (each if carry else part_of(each, match.beside.__contains__) for each in found)
         add_to_note(model, heads=Heads(plain, stored, match.beside))
-    fact = ""
     if heads is not None:
         rows = {shape[0] for _, shape, _ in match.resized}
         tables = [key for key, tensor in heads.tensors.items() if tensor.shape and tensor.shape[0] in rows]

@@ -95,16 +95,20 @@ class CheckpointIndex:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
         return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
 
-    def source_dtype(self, source: str) -> torch.dtype:
-        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it."""
-        return self._chunks[source].stored.dtype if source in self._chunks else self.tensors[source].dtype
+    def _stored(self, source: str) -> Stored:
+        return self._chunks[source].stored if source in self._chunks else self.tensors[source]
+
+    def source_dtype(self, source: str, floats: torch.dtype | None = None) -> torch.dtype:
+        """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; if it is
+        stored in another dtype than it passes for, the dtype of the `floats` that it becomes, where that is given."""
+        tensor = self._stored(source)
+        is_as_it_passes = all(part.dtype == tensor.dtype for part in tensor.parts)
+        return tensor.dtype if floats is None or is_as_it_passes else floats
 
     def stored_bytes(self, source: str) -> float:
         """Bytes in which one value of a source is stored, its part of the scales of a quantised tensor included."""
-        tensor = None if source in self._chunks else self.tensors[source]
-        if isinstance(tensor, QuantizedTensor):
-            return tensor.num_bytes / max(1, math.prod(tensor.shape))
-        return self.source_dtype(source).itemsize
+        tensor = self._stored(source)
+        return float(tensor.num_bytes / max(1, math.prod(tensor.shape)))
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""
@@ -226,9 +230,8 @@ class CheckpointIndex:
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
         keys: dict[SavedPath, str] = {}
-        problems: list[str] = []
+        problems, states = list[str](), dict[Path, tuple[int, int]]()
         header_bytes = listing.stat().st_size if listing else 0
-        states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = stamp(file)
@@ -254,9 +257,8 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))
-        is_model_state = any(len(path) > 1 for path in keys) or any(
-            fnmatch(file.name, ACCELERATE_PICKLED) for file in states
-        )
+        is_pickled_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        is_model_state = is_pickled_state or any(len(path) > 1 for path in keys)
         return cls(
             name=name,
             tensors=MappingProxyType(tensors),
@@ -341,17 +343,9 @@ def _headers(tensors: Mapping[str, Stored]) -> Iterator[Any]:
     files: set[Path] = set()
     for key, tensor in sorted(tensors.items()):
         yield [key, str(tensor.dtype), list(tensor.shape)]
-        for part in _stored_parts(tensor):
+        for part in tensor.parts:
             files.add(part.file)
             yield [part.file.name, part.offset, part.num_bytes]
     for file in sorted(files):
         with watched(file):
             yield [file.name, file.stat().st_size]
-
-
-def _stored_parts(tensor: Stored) -> list[StoredTensor]:
-    if isinstance(tensor, ChunkedTensor):
-        return [chunk.stored for chunk in tensor.chunks]
-    if isinstance(tensor, QuantizedTensor):
-        return list(tensor.parts)
-    return [tensor]

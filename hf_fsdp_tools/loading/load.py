@@ -35,11 +35,10 @@ from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import floats_held, refuse_cast
+from hf_fsdp_tools.modeling.packed import floats_held, forget_quantization, refuse_cast
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
@@ -125,64 +124,32 @@ def load_weights(
         ()
     """
     seconds: dict[str, float] = {}
-    watch = MemoryWatch()
-    seeds: list[int] = []
+    watch, seeds = MemoryWatch(), list[int]()
+    matching: dict[str, Any] = {"ignore_mismatched_sizes": ignore_mismatched_sizes, "strict": strict}
     with agreed_steps("loading weights"), _timed(seconds, "plan"):
         with agreed("checking the arguments of load_weights"):
             dtype, device = as_dtype(dtype), device or _device_of(model)
             if staging_bytes is None:
                 staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
             _refuse_arguments(isinstance(path_or_repo, CheckpointIndex), staging_bytes, requests_in_flight, hub_kwargs)
-        same_on_all_ranks(
-            "loading weights",
-            dtype=dtype,
-            device=device,
-            ignore_mismatched_sizes=ignore_mismatched_sizes,
-            strict=strict,
-            added_tokens=added_tokens,
-            carry_heads=carry_heads,
-            seed=seed,
-            staging_bytes=staging_bytes,
-            allow_pickle=hub_kwargs.get("allow_pickle", False),
-        )
-        if isinstance(path_or_repo, CheckpointIndex):
-            index = path_or_repo
-        else:
-            wait_for_saves()  # perhaps of this checkpoint
-            open_it = partial(CheckpointIndex.open, path_or_repo)
-            index = opened("opening the checkpoint", path_or_repo, lambda hub: open_it(**hub), hub_kwargs)
-        refuse_other_contents(index)
+        filling: dict[str, Any] = {"device": device, "dtype": dtype, "staging_bytes": staging_bytes}
+        others: dict[str, Any] = {"added_tokens": added_tokens, "carry_heads": carry_heads, "seed": seed}
+        others["allow_pickle"] = hub_kwargs.get("allow_pickle", False)
+        same_on_all_ranks("loading weights", **matching, **filling, **others)
+        index = _open(path_or_repo, hub_kwargs)
         with agreed("matching the checkpoint with the model"):
             reshard_units(model)
-            match = match_checkpoint(
-                model,
-                index,
-                ignore_mismatched_sizes=ignore_mismatched_sizes,
-                strict=strict,
-                resize_vocabulary=added_tokens is not None,
-            )
+            match = match_checkpoint(model, index, resize_vocabulary=added_tokens is not None, **matching)
             _refuse_other_dtype(model, dtype)
             checked = check_values(match, staging_bytes=staging_bytes)
         compare_at_end(own_seed(seed), seeds.extend)
     with rolled_back(model) as after:
-        doing = f"reading the checkpoint ({after})"
+        filling |= {"doing": f"reading the checkpoint ({after})", "in_flight": requests_in_flight, "progress": progress}
         with _timed(seconds, "read"):
-            filled = fill_shards(
-                model,
-                match.index,
-                match.loaded,
-                groups=match.load_map.groups,
-                weights_4bit=match.weights_4bit,
-                device=device,
-                dtype=dtype,
-                doing=doing,
-                staging_bytes=staging_bytes,
-                in_flight=requests_in_flight,
-                progress=progress,
-            )
+            filled = fill_shards(model, match.index, match.loaded, match, **filling)
         with _timed(seconds, "initialize"):
             with agreed_steps(f"initialising what is in no file ({after})"):
-                with agreed(doing):
+                with agreed(filling["doing"]):
                     remember_heads(model, match, carry=carry_heads)
                     index.refuse_changed()
                 initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
@@ -194,6 +161,18 @@ def load_weights(
     log_keys(model, report)
     log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
     return report
+
+
+def _open(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:
+    """The index of a checkpoint, whose contents all ranks see alike. Every rank must call."""
+    if isinstance(path_or_repo, CheckpointIndex):
+        index = path_or_repo
+    else:
+        wait_for_saves()  # perhaps of this checkpoint
+        open_it = partial(CheckpointIndex.open, path_or_repo)
+        index = opened("opening the checkpoint", path_or_repo, lambda hub: open_it(**hub), hub_kwargs)
+    refuse_other_contents(index)
+    return index
 
 
 def _refuse_arguments(is_open: bool, staging_bytes: int, requests_in_flight: int, hub_kwargs: dict[str, Any]) -> None:

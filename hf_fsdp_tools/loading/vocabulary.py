@@ -20,7 +20,7 @@ from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, original_classes, swap
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import pack, packed_parameters
+from hf_fsdp_tools.modeling.packed import none_lost, pack_alike
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
@@ -165,18 +165,16 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
     for name, count in (("num_tokens", num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
         if count is not None and count < 1:
             raise ConfigError(f"{name} is {count}; it must be at least 1.")
-    packed = packed_parameters(model).keys()
-    try:
-        with torch.device("meta"):
-            model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
-    except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
-        # each of them is how some class of transformers says that it cannot; the sentence is passed on
-        raise ConfigError(
-            f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
-            "vocabulary that its checkpoint has."
-        ) from None
-    if lost := packed - packed_parameters(model).keys():
-        raise ConfigError(f"{listed(lost)} cannot be resized while it is quantised as stored. Use dequantize=True.")
+    with none_lost(model):
+        try:
+            with torch.device("meta"):
+                model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)
+        except (TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError) as error:
+            # each of them is how some class of transformers says that it cannot; the sentence is passed on
+            raise ConfigError(
+                f"The vocabulary of {type(model).__name__} cannot be resized: {first_line(error)}. Load it with the "
+                "vocabulary that its checkpoint has."
+            ) from None
 
 
 def resized_twin(
@@ -185,8 +183,7 @@ def resized_twin(
     """A resized model on meta of the same config; its differences from `model` are what resizing has to change."""
     with original_classes(model):
         twin = build_meta_model(model.config, auto_class=type(model), dtype=model.dtype)
-    own = packed_parameters(twin)  # 4-bit weights follow from the config
-    pack(twin, {fqn: form for fqn, form in packed_parameters(model).items() if fqn not in own})
+    pack_alike(twin, model)
     resize_vocabulary(twin, num_tokens, pad_to_multiple_of)
     return twin
 

@@ -1,23 +1,20 @@
-"""Configurations within configurations, the class of a configuration's model, and how its checkpoint is quantised."""
+"""Configurations within configurations, and the class of a configuration's model."""
 
 import copy
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import replaced
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -161,82 +158,6 @@ def _class_of_kind(config: PreTrainedConfig) -> Any:
             return auto_class
     remote = next((name for name in _own_code(config) if name.startswith("AutoModelFor")), "")
     return getattr(hf, remote, None)
-
-
-# ---- how a checkpoint is quantised, kept apart from the plain model that is built of its config ----
-
-
-def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """Take the quantisation out of a config, which then describes a plain model; None where there is none.
-
-    That of bitsandbytes stays: its layers are built (`make_quantizer`), or refused when files are matched.
-    """
-    quantization = None
-    for part in _parts_of(config):
-        content = _as_mapping(getattr(part, "quantization_config", None))
-        if content is not None and not _is_of_bitsandbytes(content):
-            quantization = content if quantization is None else quantization
-            del part.quantization_config
-    return quantization
-
-
-def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
-    """How the checkpoint of a model is quantised, by the note on the model or else by its config; None if it is not.
-
-    4 bits of bitsandbytes do not count: the model has layers for them, whatever its checkpoint holds.
-    """
-    if (noted := note_of(model).stored_quantization) is not None:
-        return noted
-    config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        return _as_mapping(getattr(config, "quantization_config", None))
-    found = (_as_mapping(getattr(part, "quantization_config", None)) for part in _parts_of(config))
-    return next((content for content in found if content is not None and not content.get("load_in_4bit")), None)
-
-
-def forget_quantization(model: nn.Module) -> None:
-    """Make a model that holds floats a plain one to everybody who asks, as transformers does after dequantising."""
-    if packed_parameters(model):
-        return
-    add_to_note(model, stored_quantization=None)
-    config = getattr(model, "config", None)
-    if isinstance(config, PreTrainedConfig):
-        set_aside_quantization(config)
-
-
-@contextmanager
-def with_stored_quantization(model: Any) -> Iterator[None]:
-    """A block in which the config of a model with packed weights says how they are quantised."""
-    stored = note_of(model).stored_quantization if packed_parameters(model) else None
-    if stored is not None:
-        model.config.quantization_config = dict(stored)
-    try:
-        yield
-    finally:
-        if stored is not None:
-            del model.config.quantization_config
-
-
-def _parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    text = text_config(config)
-    return [config] if text is config else [config, text]
-
-
-def _as_mapping(quantization: Any) -> Mapping[str, Any] | None:
-    if quantization is None or isinstance(quantization, Mapping):
-        return quantization
-    if not hasattr(quantization, "to_dict"):  # whatever a file may say
-        return {"quant_method": quantization}
-    content: Mapping[str, Any] = quantization.to_dict()
-    return content
-
-
-def _is_of_bitsandbytes(content: Mapping[str, Any]) -> bool:
-    return bool(content.get("load_in_4bit") or content.get("load_in_8bit")) or content.get("quant_method") in (
-        "bitsandbytes",
-        "bitsandbytes_4bit",
-        "bitsandbytes_8bit",
-    )
 
 
 # ---- the keys of transformers 4 ----

@@ -4,7 +4,7 @@ bitsandbytes packs the flattened weight, two values to a byte, in blocks that sh
 Under double quantisation the scales are bytes, less their mean, with scales of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,10 @@ def _stored_in(config: PreTrainedConfig) -> Any:
 
 
 def layers_of(model: PreTrainedModel, quantizer: Any) -> dict[str, Any]:
-    """By fqn, bitsandbytes' layers as transformers would put them into a model on meta, which stays as it is."""
+    """By fqn, bitsandbytes' layers as transformers would put them into a model on meta, which stays as it is; none
+    for a plain model, whose `quantizer` is None."""
+    if quantizer is None:
+        return {}
     from bitsandbytes.nn import Linear4bit
 
     plain = dict(model.named_modules())
@@ -127,6 +130,13 @@ def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
 def weights_4bit(model: nn.Module) -> dict[str, PackedForm]:
     """The forms of a model's 4-bit weights of bitsandbytes, by the fqn of the plain weight."""
     return {fqn: form for fqn, form in packed_parameters(model).items() if form.flat_block}
+
+
+def left_as_floats(model: nn.Module) -> Iterator[str]:
+    """Yield what a reader should know of weights that stay floats next to 4-bit ones."""
+    stacks = (each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3)
+    if packed_parameters(model) and any(each.is_floating_point() for each in stacks):
+        yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
 
 
 def beside_4bit(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,9 +17,10 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import model_class, set_aside_quantization, text_config
+from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
 from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.packed import set_aside_quantization
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import pinned, told
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
@@ -159,14 +160,13 @@ def build_meta_model(
             if (problem := _misused(error, config, auto_class, model_kwargs)) is None:
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
-    layers = layers_of(model, quantizer) if quantizer is not None else {}
+    layers = layers_of(model, quantizer)
     for module, key, tensor in [*kept_in_fp32(model, dtype)]:
         if key in module._parameters:
             tensor.data = tensor.data.to(torch.float32)
         elif key not in module._non_persistent_buffers_set:
             module._buffers[key] = tensor.to(torch.float32)
-    if layers:
-        pack_4bit(model, layers)
+    pack_4bit(model, layers)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     add_to_note(model, stored_quantization=quantization)

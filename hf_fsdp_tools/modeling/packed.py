@@ -8,19 +8,21 @@ FSDP2 frees the gathered bytes after a pass and gathers them again for the next,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed_weight import Factors, Look, PackedForm, PackedWeight, product
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.text import dtype_name, listed
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
@@ -79,13 +81,79 @@ def floats_held(model: nn.Module) -> dict[nn.Parameter, tuple[int, str]]:
     return held
 
 
+def require_floats(model: nn.Module, problem: str, *, among: Callable[[str], bool] = lambda fqn: True) -> None:
+    """Refuse weights (`among` fqns) that are no floats, in which "{}" of the problem is the list of them."""
+    if packed := [fqn for fqn in packed_parameters(model) if among(fqn)]:
+        raise ConfigError(problem.replace("{}", listed(packed)))
+
+
 def refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse a dtype for a model with packed parameters."""
+    """Refuse a dtype that some weights of a model cannot have."""
     if dtype is not None and (packed := packed_parameters(model)):
         raise ConfigError(
             f"dtype={dtype} cannot be honoured: {min(packed)!r} holds quantised values, which a cast destroys. "
             "Leave dtype out; from_pretrained and build_meta_model take that of the floats."
         )
+
+
+@contextmanager
+def none_lost(model: nn.Module) -> Iterator[None]:
+    """A block that resizes a vocabulary, and must leave weights that are no floats as they are."""
+    packed = packed_parameters(model).keys()
+    yield
+    if lost := packed - packed_parameters(model).keys():
+        raise ConfigError(f"{listed(lost)} cannot be resized while it is quantised as stored. Use dequantize=True.")
+
+
+def pack_alike(twin: nn.Module, model: nn.Module) -> None:
+    """Let a twin on meta have the packed parameters of a model; those of 4 bits follow from its config."""
+    own = packed_parameters(twin)
+    pack(twin, {fqn: form for fqn, form in packed_parameters(model).items() if fqn not in own})
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Let weights that no unit casts be multiplied in a dtype; None: that of their floats."""
+    for module in model.modules():
+        if note_of(module).packed:
+            add_to_note(module, compute_dtype=dtype)
+
+
+def trains_in_fp32(base: nn.Module) -> bool:
+    """Whether what is trained on a base is in fp32 whatever it computes in: where the base is bytes, as in PEFT."""
+    return bool(packed_parameters(base))
+
+
+def revert(
+    model: nn.Module, tensors: Mapping[str, Any], plain: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Whole tensors, or symbols of them, in the hub's layout, into which `plain` brings those of a plain model; parts
+    of packed parameters, by stored key, as bytes, of which symbols have the stored look.
+
+    A conversion takes the plain names: values, and each kind of scales, pass through it under these, their dimensions
+    in the order of the plain parameter's.
+    """
+    forms = packed_parameters(model)
+    of_name = {name: (form, part) for key, form in forms.items() for name, part in form.parts(key).items()}
+    found = plain({name: tensor for name, tensor in tensors.items() if name not in of_name})
+    kinds: dict[int, dict[str, Any]] = {}
+    for key, form in forms.items():
+        for kind, (name, part) in enumerate(form.parts(key).items()):
+            if name in tensors and not part.is_whole:  # those are in `beside_4bit`
+                kinds.setdefault(kind, {})[key] = exchanged(tensors[name], form.is_transposed)
+    for kind, named in kinds.items():
+        first = list(forms[next(iter(named))].parts(next(iter(named))))[kind]
+        for key, tensor in plain(named).items():
+            form, part = of_name[min(getattr(tensor, "sources", (first,)))]
+            tensor = exchanged(tensor, form.is_transposed)
+            if hasattr(tensor, "look"):
+                tensor.look = part.look(tensor.shape)
+            found[part.key(key)] = tensor
+    return found
+
+
+def exchanged(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """Bytes of a packed parameter with the dimensions in the order of the plain one's, and back."""
+    return tensor.transpose(-2, -1) if is_transposed else tensor
 
 
 def is_packable(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -144,10 +212,20 @@ def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def with_added(module: nn.Module, name: str, added: Sequence[Factors]) -> Iterator[None]:
-    """A block in which a module computes with more than a packed parameter holds: with what adapters add to it."""
+def with_added(
+    module: nn.Module,
+    name: str,
+    added: Callable[[], Sequence[Factors]],
+    plain: Callable[[], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """A block in which a module computes with more than a parameter holds: with what adapters add to it. Where it holds
+    floats, the block is within `plain()`."""
     former = note_of(module).deltas
-    add_to_note(module, deltas={**former, name: (*former.get(name, ()), *added)})
+    if name not in note_of(module).packed:
+        with plain():
+            yield
+        return
+    add_to_note(module, deltas={**former, name: (*former.get(name, ()), *added())})
     try:
         yield
     finally:
@@ -176,3 +254,83 @@ def listed_as_parameters(model: nn.Module) -> Iterator[None]:
         for module, compute_dtype in packed.items():
             add_to_note(module, compute_dtype=compute_dtype)
             del module.__dict__["named_parameters"]
+
+
+# ---- how a config says it, kept apart from the plain model that is built of it ----
+
+
+def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Take the quantisation out of a config, which then describes a plain model; None where there is none.
+
+    That of bitsandbytes stays: its layers are built (`make_quantizer`), or refused when files are matched.
+    """
+    quantization = None
+    for part in _parts_of(config):
+        content = _as_mapping(getattr(part, "quantization_config", None))
+        if content is not None and not _is_of_bitsandbytes(content):
+            quantization = content if quantization is None else quantization
+            del part.quantization_config
+    return quantization
+
+
+def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
+    """How the checkpoint of a model is quantised, by the note on the model or else by its config; None if it is not.
+
+    4 bits of bitsandbytes do not count: the model has layers for them, whatever its checkpoint holds.
+    """
+    if (noted := note_of(model).stored_quantization) is not None:
+        return noted
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return _as_mapping(getattr(config, "quantization_config", None))
+    found = (_as_mapping(getattr(part, "quantization_config", None)) for part in _parts_of(config))
+    return next((content for content in found if content is not None and not content.get("load_in_4bit")), None)
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Make a model that holds floats a plain one to everybody who asks, as transformers does after dequantising."""
+    if packed_parameters(model):
+        return
+    add_to_note(model, stored_quantization=None)
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        set_aside_quantization(config)
+
+
+def saved_quantization(model: nn.Module) -> Mapping[str, Any] | None:
+    """How saves of a model are quantised, in its checkpoint's own words; None where they hold floats."""
+    return note_of(model).stored_quantization if packed_parameters(model) else None
+
+
+@contextmanager
+def with_stored_quantization(model: Any) -> Iterator[None]:
+    """A block in which the config of a model says how its saves are quantised."""
+    if (stored := saved_quantization(model)) is not None:
+        model.config.quantization_config = dict(stored)
+    try:
+        yield
+    finally:
+        if stored is not None:
+            del model.config.quantization_config
+
+
+def _parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    text = text_config(config)
+    return [config] if text is config else [config, text]
+
+
+def _as_mapping(quantization: Any) -> Mapping[str, Any] | None:
+    if quantization is None or isinstance(quantization, Mapping):
+        return quantization
+    if not hasattr(quantization, "to_dict"):  # whatever a file may say
+        return {"quant_method": quantization}
+    content: Mapping[str, Any] = quantization.to_dict()
+    return content
+
+
+def _is_of_bitsandbytes(content: Mapping[str, Any]) -> bool:
+    return bool(content.get("load_in_4bit") or content.get("load_in_8bit")) or content.get("quant_method") in (
+        "bitsandbytes",
+        "bitsandbytes_4bit",
+        "bitsandbytes_8bit",
+    )

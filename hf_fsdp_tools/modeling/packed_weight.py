@@ -7,6 +7,7 @@ it is multiplied, and again in the backward pass: what autograd keeps is the byt
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.text import first_line
 
 
@@ -157,6 +159,20 @@ class PackedForm:
                 missing = (blocks * wide - columns) * values.shape[1] // columns
                 values = functional.pad(values.view(torch.uint8), (0, missing * values.itemsize)).view(values.dtype)
         return RULES[self.rule](values, of_rows, self.dtype)[:, :columns]
+
+
+def chunks_once(times: Callable[[int], None], *, on_accelerator: bool) -> AbstractContextManager[None]:
+    """A block in which the first chunk of each weight stands for all of them, whose number `times` gets before it, and
+    1 after it; chunks are as long as on an accelerator, or as on the weight's device."""
+    own = PackedForm.chunks
+
+    def first(form: PackedForm, matrices: int, most: int) -> Iterator[tuple[slice, int, int]]:
+        found = list(own(form, matrices, VALUES_AT_A_TIME_ON_ACCELERATORS if on_accelerator else most))
+        times(len(found))
+        yield found[0]
+        times(1)
+
+    return replaced(PackedForm, chunks=first)
 
 
 _is_kernel_possible = find_spec("triton") is not None

@@ -244,8 +244,7 @@ class PlanDraft:
         if len(unit.nodes) == 1:
             return unit.nodes
         return sorted(
-            unit.nodes,
-            key=lambda node: (not any(below.fqn in tables for below in node.walk()), self._position[node]),
+            unit.nodes, key=lambda node: (not any(below.fqn in tables for below in node.walk()), self._position[node])
         )
 
     # ---- bookkeeping ----

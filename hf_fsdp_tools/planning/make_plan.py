@@ -45,10 +45,7 @@ STEPS: tuple[Callable[[PlanDraft], None], ...] = (
 
 
 def make_wrap_plan(
-    model: nn.Module,
-    *,
-    policy: WrapPolicy | None = None,
-    steps: Sequence[Callable[[PlanDraft], None]] = STEPS,
+    model: nn.Module, *, policy: WrapPolicy | None = None, steps: Sequence[Callable[[PlanDraft], None]] = STEPS
 ) -> WrapPlan:
     """Decide which parameters of `model` FSDP gathers together, and why; return the plan.
 

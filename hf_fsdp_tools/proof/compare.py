@@ -208,15 +208,8 @@ def plain_figures(case: Case, precision: str) -> Figures:
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
             parameter.data = parameter.data.to(dtype)
-    figures = Figures(
-        state={name: tensor.detach().clone() for name, tensor in tensors_of(model).items()},
-        modules={},
-        outputs={},
-        losses={},
-        gradients={},
-        accumulated={},
-        stepped={},
-    )
+    state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    figures = Figures(state=state, modules={}, outputs={}, losses={}, gradients={}, accumulated={}, stepped={})
     for kind in case.batches:
         silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
         figures.outputs[kind] = []
@@ -312,6 +305,42 @@ def load_sharded(case: Case, precision: str) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class _Sharded:
+    """The sharded model of a case on this rank; in bf16, its choices (which expert) are those of the plain model."""
+
+    case: Case
+    model: Any
+    plain: Figures
+    precision: str
+    group: int
+    """Which batch this rank has."""
+
+    def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
+        sharding = sharding_of(self.model)
+        rows = sharding.axes.rows if sharding else None
+        place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
+        part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
+        made = of_plain[kind][self.group] if self.precision == "bf16" else {}
+        return choices(self.model, names_of(self.model), made, part)
+
+    def outputs(self, kind: str) -> Any:
+        """Outputs in evaluation, without labels."""
+        batch = self.case.batches_of(kind, "fp32", has_labels=self.case.has_labels_in_evaluation)[self.group]
+        with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
+            return evaluate(self.model, batch)
+
+    def backward(self, kind: str) -> tuple[Any, torch.Tensor, Tensors]:
+        """Output, loss and outputs of modules of a training pass, which leaves gradients."""
+        batch = self.case.batches_of(kind, "fp32")[self.group]
+        with self._chosen(self.plain.chosen, kind, batch):
+            with noted_modules(self.model) as modules:
+                output = forward(self.model.train(self.case.is_training), batch)
+                loss = loss_of(output)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return output, loss, modules
+
+
 def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
     """What each check of a sharded model says on this rank; every rank must call.
 
@@ -319,34 +348,16 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind.
     """
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
+    run = _Sharded(case, model, plain, precision, group)
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
+    near = partial(_apart, bound=bound, absent_is_zero=True)
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
-    names, sharding = names_of(model), sharding_of(model)
-    rows = sharding.axes.rows if sharding else None
-    place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
-
-    def chosen(of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> AbstractContextManager[Any]:
-        part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
-        return choices(model, names, of_plain[kind][group] if precision == "bf16" else {}, part)
-
-    def backward(kind: str) -> tuple[Any, torch.Tensor, Tensors]:
-        batch = case.batches_of(kind, "fp32")[group]
-        with chosen(plain.chosen, kind, batch):
-            with noted_modules(model) as modules:
-                output = forward(model.train(case.is_training), batch)
-                loss = loss_of(output)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return output, loss, modules
-
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
-        silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
-        with chosen(plain.chosen_in_evaluation, kind, silent):
-            outputs = evaluate(model, silent)
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
-        seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
+        seen[f"{title}outputs"] = worst(_apart(run.outputs(kind), plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
-        output, loss, modules = backward(kind)
+        output, loss, modules = run.backward(kind)
         values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
         ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
         seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))
@@ -355,15 +366,11 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
             seen[f"{title}loss"] = (seen[f"{title}loss"][0], f"computed in {own.dtype}, not in fp32 as by autocast")
         if not number:
             seen["module"] = _first_apart(modules, plain.modules, bound, case.dims) if group == 0 else ""
-        seen[f"{title}gradients"] = _apart(
-            _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
-        )
+        seen[f"{title}gradients"] = near(_gradients(model), plain.gradients[kind], exact.gradients[kind])
         if not number and precision == "bf16" and dist.get_world_size() > case.dims.tp_size:
             seen["gradients"] |= _rounded(_gradients(model))
-    backward(next(iter(case.batches)))
-    seen["accumulated"] = worst(
-        _apart(_gradients(model), plain.accumulated, exact.accumulated, bound, absent_is_zero=True)
-    )
+    run.backward(next(iter(case.batches)))
+    seen["accumulated"] = worst(near(_gradients(model), plain.accumulated, exact.accumulated))
     if precision == "fp32":
         if not _is_wrapped(model):  # FSDP1 has a method of its own
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
@@ -443,13 +450,7 @@ def worst(of_names: dict[str, Found]) -> Found:
 
 
 def _apart(
-    found: Tensors,
-    plain: Tensors,
-    exact: Tensors,
-    bound: float,
-    *,
-    absent_is_zero: bool = False,
-    is_part: bool = False,
+    found: Tensors, plain: Tensors, exact: Tensors, bound: float, *, absent_is_zero: bool = False, is_part: bool = False
 ) -> dict[str, Found]:
     """The relative difference of each tensor and, where it is too large, what is apart.
 

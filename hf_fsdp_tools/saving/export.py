@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors, revert_group
@@ -133,20 +133,10 @@ def export_checkpoint(
         ('model.safetensors',)
     """
     start_s, folder, dtype = time.perf_counter(), local_folder(folder, "export writes to a folder,"), as_dtype(dtype)
-    same_on_all_ranks(
-        "writing the checkpoint",
-        auto_class=auto_class,
-        allow_pickle=allow_pickle,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        carry_heads=carry_heads,
-        keep_stored_format=keep_stored_format,
-    )
-    if keep_stored_format and (adapter is None or dtype is not None):
-        cure = "Give one (--adapter, adapter=)" if adapter is None else f"Leave dtype ({dtype}) out"
-        raise ConfigError(f"keep_stored_format (--keep-stored-format) merges an adapter, and casts nothing. {cure}.")
-    if state is None and adapter is None:
-        raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
+    given = {"auto_class": auto_class, "allow_pickle": allow_pickle, "dtype": dtype, "carry_heads": carry_heads}
+    given |= {"max_shard_size": max_shard_size, "keep_stored_format": keep_stored_format}
+    same_on_all_ranks("writing the checkpoint", **given)
+    _refuse_arguments(state, adapter, dtype, keep_stored_format=keep_stored_format)
     own = Source(fspath(state if adapter is None else adapter), hub_kwargs)  # type: ignore[arg-type]
     source = own if state is None else own.of(fspath(state), None) if adapter is not None else own
     options = {"config": config, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
@@ -164,8 +154,7 @@ def export_checkpoint(
     if adapter is not None:
         material = material_of_adapter(checkpoint, own, auto_class, trust_remote_code)
     else:
-        with agreed("building the model"):
-            material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
+        material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
     with HiddenFolder(folder) as hidden:
         with agreed("preparing the save", folder):
             check_values(material.match, staging_bytes=STAGING_BYTES)
@@ -181,11 +170,16 @@ def export_checkpoint(
         files = [hidden.path / file for file in layout.sizes]
         write = partial(loop.write, hidden.path, progress)
         report = BegunSave(hidden=hidden, layout=layout, names=names, files=files, write=write).finish()
-    if requantizer is not None:
-        every = all_ranks(requantizer.errors, "adding up what was written")
-        errors = {key: error for each in every for key, error in each.items()}
-        report = replace(report, requantized=dict(sorted(errors.items())))
-    return replace(report, seconds=round(time.perf_counter() - start_s, 4))
+    errors = requantizer.all_errors() if requantizer is not None else {}
+    return replace(report, requantized=errors, seconds=round(time.perf_counter() - start_s, 4))
+
+
+def _refuse_arguments(state: Any, adapter: Any, dtype: torch.dtype | None, *, keep_stored_format: bool) -> None:
+    if keep_stored_format and (adapter is None or dtype is not None):
+        cure = "Give one (--adapter, adapter=)" if adapter is None else f"Leave dtype ({dtype}) out"
+        raise ConfigError(f"keep_stored_format (--keep-stored-format) merges an adapter, and casts nothing. {cure}.")
+    if state is None and adapter is None:
+        raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
 
 
 def _opened(source: Source, own: Source, *, merges: bool, **options: Any) -> Checkpoint:

@@ -13,7 +13,6 @@ from torch import nn
 from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.heads import Heads
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.transfer import Transfer
@@ -97,8 +96,7 @@ def plan_layout(
         heads.refuse_changed()
         of_rest = cast(torch.dtype, getattr(model, "dtype", None))
         for key in sorted(index.tensors.keys() - tensors.keys()):
-            stored = index.tensors[key]
-            symbol = PieceTensor.stored(stored, of_rest if isinstance(stored, QuantizedTensor) else stored.dtype)
+            symbol = PieceTensor.stored(index.tensors[key], index.source_dtype(key, floats=of_rest))
             carried[key] = SavedTensor.of(symbol, dtype)
     num_parameters = sum(each.numel() for each in (*model.parameters(), *(head.symbol for head in carried.values())))
     layout = lay_out(tensors | carried, max_shard_size, num_parameters)

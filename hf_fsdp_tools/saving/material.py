@@ -9,23 +9,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, warn
+from hf_fsdp_tools.errors import CheckpointError, warn
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import fill_shards
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.opening import Checkpoint, Source, adapter_shapes, base_options_of
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
-from hf_fsdp_tools.modeling.configs import (
-    forget_quantization,
-    model_class,
-    set_generation_config,
-    stored_quantization,
-)
+from hf_fsdp_tools.modeling.configs import model_class, set_generation_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import plain_name, slots, swap
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import forget_quantization, require_floats, stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config
 from hf_fsdp_tools.sharding.allocate import with_data
@@ -56,10 +50,14 @@ class Material:
     """Tensors on meta by stored key, for stored ones that are copied next to those of the model (`requantize`)."""
 
 
+@agreed("building the model")
 def material_of_model(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Material:
-    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored. No rank communicates."""
+    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
+
+    Every rank must call; the ranks exchange errors.
+    """
     model = _build(checkpoint, None, auto_class, trust_remote_code)
     match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     rows = [shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)]
@@ -75,10 +73,9 @@ def material_of_model(
             raise CheckpointError(f"{fact}. {_FIT}")
         if rank_and_size()[0] == 0:
             warn(f"{fact}. They are left out.")
-    quantized = {key for key, stored in match.index.tensors.items() if isinstance(stored, QuantizedTensor)}
     for key, stored in match.loaded.items():
-        dtypes = {match.index.source_dtype(source) for source in stored.sources}
-        own = dtype if dtype is not None and stored.sources & quantized else dtypes.pop() if len(dtypes) == 1 else None
+        dtypes = {match.index.source_dtype(source, floats=dtype) for source in stored.sources}
+        own = dtypes.pop() if len(dtypes) == 1 else None
         tensor = match.state[key]
         if own is not None and own.is_floating_point and own.itemsize > 1 and tensor.is_floating_point():
             tensor.data = tensor.data.to(own)
@@ -139,7 +136,7 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
         own = {id(match.state[key]) for key in embeddings}
         loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
     doing = "reading the embeddings"
-    fill_shards(model, match.index, loaded, groups=match.load_map.groups, doing=doing, progress=False)
+    fill_shards(model, match.index, loaded, match, doing=doing, progress=False)
     return restore_adapter(model, state, is_trainable=False)
 
 
@@ -154,12 +151,12 @@ def _build(
     dtype = (config_dtype(checkpoint.config) if of_adapter else None) or checkpoint.index.dtype
     options |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = build_meta_model(checkpoint.config, **options)
-    if packed_parameters(model):
-        raise ConfigError(
-            f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
-            "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
-            "as STATE (base)."
-        )
+    require_floats(
+        model,
+        f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
+        "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
+        "as STATE (base).",
+    )
     set_generation_config(model, checkpoint.generation_config)
     return model
 

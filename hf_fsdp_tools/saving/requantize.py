@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
@@ -58,24 +59,11 @@ def keep_format(
         return any(name in replaced for members in made_of for name, _ in members)
 
     written = {key: tensor for key, tensor in saved.items() if is_written(key, tensor.sources)}
-    quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
-    is_fp8 = {k: t.form.rule == "scaled in fp32" and t.values.dtype.is_floating_point for k, t in quantized.items()}
-    if other := [key for key, holds in is_fp8.items() if not holds]:
-        raise ConfigError(
-            f"{stored.name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
-            "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
-            "with the library of the format, which takes data for it."
-        )
-    if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
-        raise ConfigError(
-            f"{listed(wrong)} of {stored.name!r} cannot be kept as stored: with the adapter they have another shape. "
-            "Merge without keep_stored_format (--keep-stored-format)."
-        )
+    quantized = _quantized(tensors, written, stored.name)
     parts = [part for tensor in quantized.values() for part in tensor.stored.values()]
     gone = {part.key for part in parts} | written.keys() | (set() if carry_heads else match.stored_heads.tensors.keys())
     for name in (name for key in match.unexpected_keys for name in match.load_map.unexpected_keys.get(key, ())):
-        left_out = tensors[name]
-        gone |= {part.key for part in left_out.parts} if isinstance(left_out, QuantizedTensor) else {name}
+        gone |= {name, *(part.key for part in tensors[name].parts)}
     copied = {key: tensor for key, tensor in stored.tensors.items() if key not in gone}
     if other := sorted((replaced - written.keys()) | (copied.keys() & changed)):
         raise ConfigError(
@@ -83,21 +71,47 @@ def keep_format(
             "ones. Merge without keep_stored_format (--keep-stored-format)."
         )
     looks = _looks(copied, written, quantized, tensors)
+    material = _with_copied(material, copied)
+    heads = match.heads.tensors.values() if match.heads is not None and carry_heads else ()
+    num_parameters = sum(math.prod(tensor.shape) for tensor in (*material.model.parameters(), *heads))
+    saving = {key: SavedTensor.of(look, None) for key, look in sorted(looks.items())}
+    return material, lay_out(saving, max_shard_size, num_parameters)
+
+
+def _quantized(
+    tensors: Mapping[str, Stored], written: Mapping[str, PieceTensor], name: str
+) -> dict[str, QuantizedTensor]:
+    """Which tensors that are written anew are quantised in the files: as FP8, and of the same shape."""
+    quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
+    is_fp8 = {k: t.form.rule == "scaled in fp32" and t.values.dtype.is_floating_point for k, t in quantized.items()}
+    if other := [key for key, holds in is_fp8.items() if not holds]:
+        raise ConfigError(
+            f"{name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
+            "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
+            "with the library of the format, which takes data for it."
+        )
+    if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
+        raise ConfigError(
+            f"{listed(wrong)} of {name!r} cannot be kept as stored: with the adapter they have another shape. "
+            "Merge without keep_stored_format (--keep-stored-format)."
+        )
+    return quantized
+
+
+def _with_copied(material: Material, copied: Mapping[str, Stored]) -> Material:
+    """The same with stored tensors next to those of the model, whose config says again how they are quantised."""
+    match = material.match
     blanks = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in copied.items()}
     pieces = {key: PieceTensor.stored(tensor, tensor.dtype) for key, tensor in copied.items()}
-    index = replace(match.index, tensors=MappingProxyType({**tensors, **copied}))
-    material = replace(
+    index = replace(match.index, tensors=MappingProxyType({**match.index.tensors, **copied}))
+    if material.quantization is not None:
+        material.model.config.quantization_config = dict(material.quantization)
+    return replace(
         material,
         match=replace(match, index=index, loaded={**match.loaded, **pieces}),
         loaded={**material.loaded, **{id(blank): key for key, blank in blanks.items()}},
         copied=blanks,
     )
-    if material.quantization is not None:
-        material.model.config.quantization_config = dict(material.quantization)
-    heads = match.heads.tensors.values() if match.heads is not None and carry_heads else ()
-    num_parameters = sum(math.prod(tensor.shape) for tensor in (*material.model.parameters(), *heads))
-    saving = {key: SavedTensor.of(look, None) for key, look in sorted(looks.items())}
-    return material, lay_out(saving, max_shard_size, num_parameters)
 
 
 def _looks(
@@ -128,6 +142,11 @@ class Requantizer:
         self.errors: dict[str, float] = {}
         """What quantising changed on this rank, by the name of the plain weight: its norm over that of the merged
         weight, as a loader sees them."""
+
+    def all_errors(self) -> dict[str, float]:
+        """The errors on all ranks; every rank must call."""
+        every = all_ranks(self.errors, "adding up what was written")
+        return dict(sorted((key, error) for each in every for key, error in each.items()))
 
     def stored(self, merged: Mapping[str, torch.Tensor], reader: Reader) -> dict[str, torch.Tensor]:
         """What is stored in place of merged tensors (by hub key), by stored key; of unchanged ones, what is there."""

@@ -28,9 +28,9 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer,
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization, write_older_keys
+from hf_fsdp_tools.modeling.configs import whole_generation_config, write_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import refuse_cast
+from hf_fsdp_tools.modeling.packed import refuse_cast, with_stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
@@ -133,14 +133,8 @@ def save_pretrained(
         True
     """
     start_s = time.perf_counter()
-    options: dict[str, Any] = {
-        "dtype": as_dtype(dtype),
-        "max_shard_size": max_shard_size,
-        "staging_bytes": staging_bytes,
-        "merge_adapters": merge_adapters,
-        "blocking": blocking,
-        "carry_heads": carry_heads,
-    }
+    options: dict[str, Any] = {"dtype": as_dtype(dtype), "max_shard_size": max_shard_size, "blocking": blocking}
+    options |= {"staging_bytes": staging_bytes, "merge_adapters": merge_adapters, "carry_heads": carry_heads}
     to_hub = {**hub_arguments, "push_to_hub": push_to_hub, "token": None}
     same_on_all_ranks("saving the model", **options, to_hub=to_hub)
     url = as_url(folder)
@@ -178,6 +172,7 @@ def begin_save(
     """
     wait_for_saves()
     warn_of_drift(model)
+    files: dict[str, Any] = {"tokenizer": tokenizer, "card": model_card}
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
@@ -186,39 +181,24 @@ def begin_save(
             return write_adapter(folder)
         return extension("stores.in_store").adapter_to_store(write_adapter, folder)  # type: ignore[no-any-return]
     elif is_of_library(model):
-        if isinstance(folder, str):
-            raise ConfigError(
-                f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to {folder!r} "
-                "(fsspec's put)."
-            )
         sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
         save = partial(save_pretrained, dtype=dtype, carry_heads=carry_heads, **sizes)
-        options: dict[str, Any] = {"tokenizer": tokenizer, "card": model_card, "staging_bytes": staging_bytes}
-        return save_by_library(model, folder, save, **options)
-    elif any(is_wrapper(module) for module in model.modules()):
-        raise ConfigError(
-            f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
-            "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
-        )
+        return save_by_library(model, folder, save, **files, staging_bytes=staging_bytes)
+    check = partial(_refuse_unready, model, dtype)
+    plan = partial(plan_layout, model, dtype, max_shard_size, carry_heads=carry_heads)
     if isinstance(folder, str):
-        return extension("stores.in_store").begin_in_store(  # type: ignore[no-any-return]
-            model,
-            folder,
-            check=partial(_refuse_unready, model, dtype),
-            plan=partial(plan_layout, model, dtype, max_shard_size, carry_heads=carry_heads),
-            stage=partial(_stage_configs, model, where=folder, dtype=dtype, tokenizer=tokenizer, card=model_card),
-            dtype=dtype,
-            staging_bytes=staging_bytes,
-            blocking=blocking,
-        )
+        stage = partial(_stage_configs, model, where=folder, dtype=dtype, **files)
+        options = {"dtype": dtype, "staging_bytes": staging_bytes, "blocking": blocking}
+        begin = extension("stores.in_store").begin_in_store
+        return begin(model, folder, check=check, plan=plan, stage=stage, **options)  # type: ignore[no-any-return]
     hidden = HiddenFolder(folder)
     try:
         with agreed("preparing the save", folder):
-            _refuse_unready(model, dtype)
-            layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
+            check()
+            layout = plan()
             held = dict(parts_of(layout.places, saved_tensors(model)))
             scattered = [key not in held or copies.is_scattered(layout.transfers(held[key])) for key in layout.places]
-            names = prepare_save(hidden, model, layout, dtype, tokenizer, model_card)
+            names = prepare_save(hidden, model, layout, dtype, **files)
         # A tensor is gathered by all ranks or by none.
         mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
         gathered = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
@@ -320,7 +300,13 @@ class BegunSave:
 
 
 def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse a model that was never loaded, or whose loading failed; and a cast of 4-bit weights."""
+    """Refuse a model that was never loaded, or whose loading failed; adapters that PEFT cannot save; and a cast of
+    weights that are no floats."""
+    if any(is_wrapper(module) for module in model.modules()):
+        raise ConfigError(
+            f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
+            "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
+        )
     empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
     if empty:
         raise CheckpointError(

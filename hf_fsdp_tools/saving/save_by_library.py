@@ -33,7 +33,7 @@ def is_of_library(model: nn.Module) -> bool:
 
 
 def save_by_library(
-    model: nn.Module, folder: Path, write: Write, *, tokenizer: Any = None, card: bool = False, staging_bytes: int
+    model: nn.Module, folder: Path | str, write: Write, *, tokenizer: Any = None, card: bool = False, staging_bytes: int
 ) -> SaveReport:
     """Let rank 0 save a model by the `save_pretrained` of its class, and all ranks the transformers models inside it.
 
@@ -41,6 +41,11 @@ def save_by_library(
     without a transformers model inside is gathered there. Its files take their places when all weights are written.
     Every rank must call.
     """
+    if isinstance(folder, str):
+        raise ConfigError(
+            f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to {folder!r} "
+            "(fsspec's put)."
+        )
     reshard_units(model)
     inside = dict(_outermost(model))
     within = tuple(f"{name}." for name in inside)
@@ -49,10 +54,8 @@ def save_by_library(
         for name, tensor in _named_tensors(model)
         if not name.startswith(within)
     }
-    is_first = rank_and_size()[0] == 0
-    places: dict[str, str] = {}
+    is_first, staging, places = rank_and_size()[0] == 0, folder, dict[str, str]()
     with ExitStack() as held:
-        staging = folder
         with agreed("saving the files of the model's library", folder), storage_errors("save to", folder):
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -70,16 +73,13 @@ def save_by_library(
     num_bytes = sum(tensor.nbytes for tensor in gathered.values() if tensor is not None)
     files = [Path(place, name).as_posix() for place, report in reports.items() for name in report.files]
     others = [Path(place, name).as_posix() for place, report in reports.items() for name in report.others]
-    return SaveReport(
-        folder=str(folder),
-        files=tuple(files),
-        total_bytes=num_bytes + sum(report.total_bytes for report in reports.values()),
-        bytes_written=num_bytes + sum(report.bytes_written for report in reports.values()),
-        gathered_bytes=num_bytes + sum(report.gathered_bytes for report in reports.values()),
-        write_calls=sum(report.write_calls for report in reports.values()),
-        seconds=sum(report.seconds for report in reports.values()),
-        others=tuple(name for name in dict.fromkeys([*others, *moved]) if name not in files),
-    )
+    own = {"total_bytes": num_bytes, "bytes_written": num_bytes, "gathered_bytes": num_bytes}
+    sums: dict[str, Any] = {
+        name: own.get(name, 0) + sum(getattr(report, name) for report in reports.values())
+        for name in (*own, "write_calls", "seconds")
+    }
+    others = [name for name in dict.fromkeys([*others, *moved]) if name not in files]
+    return SaveReport(folder=str(folder), files=tuple(files), others=tuple(others), **sums)
 
 
 def _is_ours(model: nn.Module) -> bool:

@@ -210,13 +210,69 @@ _ROWS: dict[str, Callable[[str, str, int], dict[str, Any]]] = {
 """The row of the n-th passage of a topic, for each kind of data."""
 
 
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _decoder(tokenizer: Any, hidden: int, layers: int) -> tuple[Any, dict[str, Any]]:
+    """The processor of a Llama, and the arguments of its config."""
+    config = {"vocab_size": len(tokenizer), "hidden_size": hidden, "num_hidden_layers": layers, **_ENDS}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config["intermediate_size"] = -(-hidden * 8 // 3 // 32) * 32  # Llama's 8/3 ratio, rounded to a multiple of 32
+    return tokenizer, config | {"max_position_embeddings": tokenizer.model_max_length}
+
+
+def _with_tower(tokenizer: Any, hidden: int, layers: int) -> tuple[Any, dict[str, Any]]:
+    """The same of a LLaVA, which sees pictures."""
+    import transformers
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    processor = transformers.LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE}),
+        tokenizer,
+        patch_size=_PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=_CHAT_TEMPLATE,
+    )
+    tower = {"hidden_size": hidden // 2, "intermediate_size": hidden, "projection_dim": hidden}
+    tower |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": _SIDE, "patch_size": _PATCH}
+    return processor, {
+        "text_config": transformers.LlamaConfig(**_decoder(tokenizer, hidden, layers)[1]),
+        "vision_config": transformers.CLIPVisionConfig(**tower),
+        "image_token_index": len(tokenizer) - 1,
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": False,
+        **_ENDS,
+    }
+
+
+def _encoder_decoder(tokenizer: Any, hidden: int, layers: int) -> tuple[Any, dict[str, Any]]:
+    """The same of a T5, whose tokenizer ends each text."""
+    from tokenizers import processors
+
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    config: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "d_model": hidden,
+        "d_kv": hidden // 4,
+        "d_ff": 2 * hidden,
+        **_ENDS,
+    }
+    config |= {"num_layers": layers, "num_heads": 4, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+    return tokenizer, config
+
+
 _MODELS = {
-    "model": ("LlamaForCausalLM", 128, 4),
-    "teacher": ("LlamaForCausalLM", 256, 2),
-    "vision_model": ("LlavaForConditionalGeneration", 128, 4),
-    "seq2seq_model": ("T5ForConditionalGeneration", 128, 2),
+    "model": ("LlamaForCausalLM", _decoder, 128, 4),
+    "teacher": ("LlamaForCausalLM", _decoder, 256, 2),
+    "vision_model": ("LlavaForConditionalGeneration", _with_tower, 128, 4),
+    "seq2seq_model": ("T5ForConditionalGeneration", _encoder_decoder, 128, 2),
 }
-"""The class of each kind of model, its width and its layers."""
+"""The class of each kind of model, its processor and config, its width and its layers."""
 
 
 def make_demo_model(
@@ -237,58 +293,14 @@ def make_demo_model(
     """
     import torch
     import transformers
-    from tokenizers import processors
 
     folder = Path(folder)
     if folder.exists():
         return folder
-    name, hidden, layers = _MODELS[kind]
-    hidden, layers = hidden_size or hidden, num_layers or layers
-    is_vision = kind == "vision_model"
-    sizes = (1023, 256) if is_vision else (vocab_size, max_length)
-    tokenizer = processor = train_demo_tokenizer(vocab_size=sizes[0], max_length=sizes[1])
-    if is_vision:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        tokenizer.add_tokens(["<image>"], special_tokens=True)
-        processor = transformers.LlavaProcessor(
-            CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE}),
-            tokenizer,
-            patch_size=_PATCH,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            chat_template=_CHAT_TEMPLATE,
-        )
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": -(-hidden * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": tokenizer.model_max_length,
-        "tie_word_embeddings": False,
-        **ends,
-    }
-    if is_vision:
-        tower = {"hidden_size": hidden // 2, "intermediate_size": hidden, "projection_dim": hidden}
-        tower |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": _SIDE, "patch_size": _PATCH}
-        config = {
-            "text_config": transformers.LlamaConfig(**config),
-            "vision_config": transformers.CLIPVisionConfig(**tower),
-            "image_token_index": len(tokenizer) - 1,
-            "vision_feature_layer": -1,
-            "tie_word_embeddings": False,
-            **ends,
-        }
-    elif kind == "seq2seq_model":
-        end = tokenizer.eos_token
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # that ends each text
-            single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
-        )
-        config = {"vocab_size": len(tokenizer), "d_model": hidden, "d_kv": hidden // 4, "d_ff": 2 * hidden, **ends}
-        config |= {"num_layers": layers, "num_heads": 4, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+    name, parts_of, hidden, layers = _MODELS[kind]
+    sizes = (1023, 256) if kind == "vision_model" else (vocab_size, max_length)
+    tokenizer = train_demo_tokenizer(vocab_size=sizes[0], max_length=sizes[1])
+    processor, config = parts_of(tokenizer, hidden_size or hidden, num_layers or layers)
     with torch.random.fork_rng(devices=[]), _folder_made_at_once(folder) as partial:
         torch.manual_seed(0)
         kind_of_model = getattr(transformers, name)

@@ -26,7 +26,8 @@ from hf_fsdp_tools.modeling.patterns import matched_in
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
-from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
+from hf_fsdp_tools.sharding.injection import add_in_passes, errors_of_peft, refuse_for_shards
+from hf_fsdp_tools.sharding.patches import guard_injection
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.stores import pinned
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
@@ -274,6 +275,7 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str] | None
     with errors_of_peft(config), warnings.catch_warnings(), listed_as_parameters(model):
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
+    add_in_passes(adapted)
     return adapted
 
 

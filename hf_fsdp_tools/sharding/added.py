@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import trains_in_fp32
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
@@ -138,13 +138,13 @@ def _take_up(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torc
 def _in_fp32(base: nn.Module, sharding: Sharding, added: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The trainable ones of added parameters, if they are to be in fp32."""
     trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
-    is_low = sharding.mp_policy.param_dtype not in (None, torch.float32) or bool(packed_parameters(base))
+    is_low = sharding.mp_policy.param_dtype not in (None, torch.float32) or trains_in_fp32(base)
     return trained if is_low or len({parameter.dtype for parameter in trained}) > 1 else []
 
 
 def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:
     """Shard what was added to a base in units, and average the gradients of what PEFT keeps outside it."""
-    if packed_parameters(base):
+    if trains_in_fp32(base):
         _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharding_of
@@ -96,10 +96,11 @@ class ParameterChecks(Feature):
                 )
             trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
             is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
-            if packed_parameters(module) and not trained and not is_prefixed:
-                raise ConfigError(
+            if not trained and not is_prefixed:
+                require_floats(
+                    module,
                     f"Nothing of {type(module).__name__} can be trained: its weights are quantised as stored. Give "
-                    "from_pretrained a peft_config, or dequantize=True; or run it under torch.no_grad()."
+                    "from_pretrained a peft_config, or dequantize=True; or run it under torch.no_grad().",
                 )
             is_checked = True
             if axes.layers is not None and axes.layers.size() > 1:
@@ -121,18 +122,10 @@ class ParameterChecks(Feature):
 # ---- optimizers ----
 
 _NOT_FOR_SHARDS = (
-    "apollo_torch",
-    "bitsandbytes",
-    "distributed_shampoo",
-    "galore_torch",
-    "lomo_optim",
-    "peft.optimizers.lorafa",
-    "pytorch_optimizer.optimizer.shampoo",
-    "pytorch_optimizer.optimizer.soap",
-    "transformers.optimization",
-    "torch.optim.Adafactor",
-    "torch.optim.rprop.Rprop",
-)
+    "apollo_torch", "bitsandbytes", "distributed_shampoo", "galore_torch", "lomo_optim", "peft.optimizers.lorafa",
+    "pytorch_optimizer.optimizer.shampoo", "pytorch_optimizer.optimizer.soap", "transformers.optimization",
+    "torch.optim.Adafactor", "torch.optim.rprop.Rprop",
+)  # fmt: skip
 """Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with APOLLO, with
 LoRA-FA of PEFT 0.21, with Shampoo and SOAP of pytorch-optimizer 4.1, with the Adafactors of transformers 5.23 and torch
 2.13, and with torch 2.13's Rprop), or that lose their state (GaLore, LOMO: see `scripting.checks`). Not tried: Meta's

@@ -35,11 +35,8 @@ def describe_sharding(model: nn.Module) -> str:
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
     held = floats_held(model)
-    groups = {
-        "frozen": [p for p in held if not p.requires_grad],
-        "trained": [p for p in held if p.requires_grad],
-    }
-    if not all(groups.values()):
+    groups = grouped(("trained" if p.requires_grad else "frozen", p) for p in held)
+    if len(groups) == 1:
         groups = {"weights": list(held)}
     offloaded = " (kept on the CPU between uses)" if sharding.device.type != sharding.mesh.device_type else ""
     compute = sharding.mp_policy.param_dtype
@@ -47,11 +44,9 @@ def describe_sharding(model: nn.Module) -> str:
     reduce = sharding.mp_policy.reduce_dtype or (compute if torch.__version__ < "2.15" else None)
     sizes = {name.removesuffix("_size"): size for name, size in vars(sharding.axes.dims).items()}
     axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard")
-    lines = [
-        str(sharding.plan),
-        f"mesh         {axes} on {sharding.mesh.device_type}{', whole: nothing is gathered' * sharding.is_whole}",
-    ]
-    for name, group in groups.items():
+    whole = ", whole: nothing is gathered" * sharding.is_whole
+    lines = [str(sharding.plan), f"mesh         {axes} on {sharding.mesh.device_type}{whole}"]
+    for name, group in sorted(groups.items()):
         dtypes = " and ".join(sorted({held[p][1] for p in group}))
         share = sum(held[p][0] for p in group) / sum(count for count, _ in held.values())
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""

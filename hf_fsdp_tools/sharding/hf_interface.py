@@ -19,7 +19,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     bytes_gathered,
@@ -111,11 +111,9 @@ def let_answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
 
 def _requires_grad(model: nn.Module, plain: Any, requires_grad: bool = True) -> Any:
     """Answer `model.requires_grad_(…)`, which bytes cannot have."""
-    if requires_grad and (packed := packed_parameters(model)):
-        raise ConfigError(
-            f"{listed(packed)} cannot be trained while they are quantised as stored. Give from_pretrained a "
-            "peft_config, or dequantize=True."
-        )
+    if requires_grad:
+        fact = "{} cannot be trained while they are quantised as stored."
+        require_floats(model, f"{fact} Give from_pretrained a peft_config, or dequantize=True.")
     return plain(requires_grad)
 
 

@@ -4,11 +4,10 @@ PEFT asks nobody before it computes with the weights of the base. On shards some
 some end the process: they put a DTensor into the memory of a plain parameter (`parameter.data = …`), which has none.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from functools import partial, wraps
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,10 +22,11 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import listed_as_parameters, packed_parameters, with_added
+from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, with_added
+from hf_fsdp_tools.modeling.packed_weight import Factors
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
-from hf_fsdp_tools.text import first_lines, listed
+from hf_fsdp_tools.text import first_lines
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
@@ -43,63 +43,43 @@ _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor",
 """Words in torch's errors about whole tensors and shards in one operation, and about bytes."""
 
 
-def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
-    if "peft" not in sys.modules:
-        return
-    from peft import PeftModel
+def add_in_passes(model: nn.Module) -> None:
+    """Let PEFT's wrappers of parameters hand what they add to weights that take it; to others as before."""
     from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTuner
 
-    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
-    if hasattr(make, "__wrapped__"):
-        return
+    for wrapper in model.modules():
+        if type(wrapper) is ParamWrapper:
+            wrapper.__class__ = _adding(ParamWrapper)  # type: ignore[arg-type]  # a class has a hash
 
-    @wraps(make)
-    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = configs[adapter_name] if isinstance(configs, dict) else configs
-        with _guarded(model, config):
-            make(tuner, model, configs, adapter_name, *args, **kwargs)
 
-    @wraps(add)
-    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        with _guarded(outer, peft_config):
-            add(outer, adapter_name, peft_config, *args, **kwargs)
-
-    @wraps(load)
-    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        with outer.register_load_state_dict_pre_hook(_cut_whole):
-            return load(outer, *args, **kwargs)
-
-    activate = ParamWrapper._activate_lora
-
+@cache
+def _adding(cls: Any) -> Any:
     @contextmanager
-    def activate_lora(wrapper: Any, active: list[str]) -> Iterator[None]:
-        base, name = wrapper.get_base_layer(), wrapper.parameter_name
-        if name not in note_of(base).packed:
-            with activate(wrapper, active):
-                yield
-            return
-        a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
-        names = [adapter for adapter in active if adapter in a]
-        if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
-            added = [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
-        else:
-            added = [wrapper.get_delta_factors(each) for each in names]
-        with with_added(base, name, added):
+    def activate(wrapper: Any, active: list[str]) -> Iterator[None]:
+        added, plain = partial(_factors, wrapper, active), partial(cls._activate_lora, wrapper, active)
+        with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, plain):
             yield
 
-    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-    ParamWrapper._activate_lora = activate_lora
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    return type(cls.__name__, (cls,), {"_activate_lora": activate, **names})
 
 
-def _cut_whole(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
+    """What PEFT's active adapters of a parameter add to it."""
+    a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
+    names = [adapter for adapter in active if adapter in a]
+    if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
+        return [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
+    return [wrapper.get_delta_factors(each) for each in names]
+
+
+def cut_values(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
     cut_whole(values, ((prefix + name, parameter) for name, parameter in model.named_parameters()))
 
 
 @contextmanager
-def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
+def guarded(model: nn.Module, config: Any) -> Iterator[None]:
     """A block in which PEFT makes an adapter of a model, sharded or not."""
     root = next((module for module in model.modules() if note_of(module).sharding), None)
     if root is None:
@@ -117,6 +97,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         added = [each for each in root.parameters() if isinstance(each, DTensor)]
         sums = [each for each in added if any(place.is_partial() for place in each.placements)]
         swap(root, {each: with_data(each, each.full_tensor()) for each in sums})
+        add_in_passes(root)
 
 
 def refuse_for_any(config: Any) -> None:
@@ -131,18 +112,19 @@ def refuse_for_any(config: Any) -> None:
 def refuse_for_shards(config: Any, model: nn.Module, sharding: Any) -> None:
     """Refuse an adapter that cannot be made on a model that is sharded so."""
     refuse_for_any(config)
-    if getattr(config, "use_dora", False) and packed_parameters(model):
-        raise ConfigError(
+    if getattr(config, "use_dora", False):
+        require_floats(
+            model,
             "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
-            "use_dora=False, or load the base without quantization_config and dequantize=False."
+            "use_dora=False, or load the base without quantization_config and dequantize=False.",
         )
     whole = tuple(getattr(config, "modules_to_save", None) or ())
-    owners = {fqn: accumulate(fqn.split(".")[:-1], "{}.{}".format) for fqn in packed_parameters(model) if whole}
-    if trained := [fqn for fqn, names in owners.items() if any(name.endswith(whole) for name in names)]:
-        raise ConfigError(
-            f"modules_to_save would train {listed(trained)}, which are quantised as stored. Leave them out, or load "
-            "the base without dequantize=False."
-        )
+    require_floats(
+        model,
+        "modules_to_save would train {}, which are quantised as stored. Leave them out, or load the base without "
+        "dequantize=False.",
+        among=lambda fqn: any(name.endswith(whole) for name in accumulate(fqn.split(".")[:-1], "{}.{}".format)),
+    )
     start = getattr(config, "init_lora_weights", None)
     needs = {
         f"init_lora_weights={start!r}": isinstance(start, str) and start.lower().startswith(_NEEDS_BASE),

@@ -1,4 +1,4 @@
-"""What this package replaces in libraries for all of a process, from the first model on that it shards.
+"""All that this package replaces in torch and PEFT for the life of a process, from the first model on that it shards.
 
 Habits of scripts that would do something else on shards, in silence, work as on one process, or say what does:
 
@@ -8,8 +8,9 @@ Habits of scripts that would do something else on shards, in silence, work as on
     asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
 """
 
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
+from hf_fsdp_tools.sharding.injection import cut_values, guarded
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -102,6 +104,36 @@ def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: An
             "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
             "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )
+
+
+def guard_injection() -> None:
+    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
+    if "peft" not in sys.modules:
+        return
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = configs[adapter_name] if isinstance(configs, dict) else configs
+        with guarded(model, config):
+            make(tuner, model, configs, adapter_name, *args, **kwargs)
+
+    @wraps(add)
+    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded(outer, peft_config):
+            add(outer, adapter_name, peft_config, *args, **kwargs)
+
+    @wraps(load)
+    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
+        with outer.register_load_state_dict_pre_hook(cut_values):
+            return load(outer, *args, **kwargs)
+
+    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
 
 
 @cache

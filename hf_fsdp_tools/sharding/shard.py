@@ -20,6 +20,7 @@ from hf_fsdp_tools.doors import extensions
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.packed import compute_in
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks
@@ -38,8 +39,7 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
-from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.patches import guard_habits
+from hf_fsdp_tools.sharding.patches import guard_habits, guard_injection
 from hf_fsdp_tools.sharding.phases import install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
@@ -287,9 +287,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         model.__deepcopy__ = partial(copy_sharded, model)  # type: ignore[assignment]  # mypy takes it for a submodule
     else:
         _apply_fsdp2(model, sharding)
-    for module in model.modules():
-        if note_of(module).packed:
-            add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
+    compute_in(model, sharding.mp_policy.param_dtype)
     mark_for_transformers(model, is_whole=sharding.is_whole)
     add_to_note(model, sharding=sharding)
     remove_hooks(model)

@@ -7,13 +7,7 @@ from functools import cache
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import (
-    Box,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-    replica_of,
-)
+from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view, replica_of
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, views_of_piece
 
 _MIN_PART_BYTES = 2**20

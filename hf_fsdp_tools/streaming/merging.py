@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.shards import LocalBoxes, cut, gather_on_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, copy_tree, is_wrapper
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
@@ -89,11 +89,11 @@ names in that module."""
 def mergeable(model: nn.Module) -> Adapted:
     """The adapters of a model that can be merged; modules that are trained whole are none of them."""
     base = base_of(model)
-    if packed_parameters(base):
-        raise ConfigError(
-            "Adapters are merged into floats, and this base is quantised as stored. Save the adapter, then merge it: "
-            "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint); FP8 stays FP8 with --keep-stored-format."
-        )
+    require_floats(
+        base,
+        "Adapters are merged into floats, and this base is quantised as stored. Save the adapter, then merge it: "
+        "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint); FP8 stays FP8 with --keep-stored-format.",
+    )
     wrappers = list(_outermost(base))
     if not wrappers:
         raise ConfigError(

@@ -17,8 +17,8 @@ from hf_fsdp_tools import WrapPolicy, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.rounds import Rounds
-from hf_fsdp_tools.loading import conversion, fill, index, match
-from hf_fsdp_tools.loading.quantized import four_bits
+from hf_fsdp_tools.loading import conversion, fill, index
+from hf_fsdp_tools.loading.quantized import four_bits, sources
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
@@ -96,7 +96,7 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
             (make_plan, "broken_rules"),
             (shard, "broken_rules"),
             (fill, "persistent_tensors"),
-            (match, "persistent_tensors"),
+            (sources, "persistent_tensors"),
             (conversion, "persistent_tensors"),
             (index, "_headers"),
             (four_bits, "weights_4bit"),

@@ -19,7 +19,6 @@ from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.sharding import patches
 from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2, refuse_without
-from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, describe_hooks, install, remove_hooks
 from hf_fsdp_tools.sharding.shard import features
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
@@ -194,7 +193,6 @@ PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wi
     "torch.nn.init": "trunc_normal_ of shards",
     "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
     "peft.peft_model.PeftModel": "the same, and whole values of shards, which PEFT copies before 0.21.2",
-    "peft.tuners.lora.layer.ParamWrapper": "adapters of experts that stay quantised",
 }
 """Modules, classes and instances of libraries of which something is replaced for the life of a process."""
 
@@ -209,7 +207,7 @@ def is_ours(value: Any) -> bool:
 def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
     patches.guard_habits()
     patches.let_dcp_see_boxes()
-    guard_injection()
+    patches.guard_injection()
     libraries = ("torch", "transformers", "accelerate", "peft", "trl")
     owners = {name: vars(each) for name, each in sys.modules.items() if name.split(".")[0] in libraries}
     classes = {

@@ -101,41 +101,22 @@ class Muon(torch.optim.Optimizer):
         named = dict(base.named_parameters())
         matrices = [named[name] for name in self.matrices.matrices]
         others = list({p: None for p in model.parameters() if p.requires_grad and p not in set(matrices)})
-        groups = [
-            ([p for p in others if p.ndim > 1], weight_decay),
-            ([p for p in others if p.ndim < 2], 0.0),
-        ]
-        muon: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "eps": eps,
-        }
-        muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        decays = [([p for p in others if p.ndim > 1], weight_decay), ([p for p in others if p.ndim < 2], 0.0)]
+        muon: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        muon |= {"eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         if ns_coefficients is not None:
             muon["ns_coefficients"] = ns_coefficients
+        adamw: dict[str, Any] = {"lr": lr if adamw_lr is None else adamw_lr, "betas": betas, "eps": adamw_eps}
         nobody = nn.Parameter(torch.empty(1, 1))
         try:
             checked = torch.optim.Muon([nobody], **muon)
-            self._rest = torch.optim.AdamW(
-                [nobody],
-                lr=lr if adamw_lr is None else adamw_lr,
-                betas=betas,
-                eps=adamw_eps,
-                weight_decay=weight_decay,
-                fused=True,
-            )
+            self._rest = torch.optim.AdamW([nobody], **adamw, weight_decay=weight_decay, fused=True)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Muon: {error}.") from error
         # one kind's options in the place of the other's would be misread, so each group has its own next to the kind's
-        super().__init__(
-            [
-                {"params": matrices, "is_muon": True, **checked.defaults},
-                *({"params": group, "weight_decay": decay} for group, decay in groups if group),
-            ],
-            {**self._rest.defaults, "is_muon": False},
-        )
+        groups: list[dict[str, Any]] = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+        groups.insert(0, {"params": matrices, "is_muon": True, **checked.defaults})
+        super().__init__(groups, {**self._rest.defaults, "is_muon": False})
         pieces = matrices_in(base, self.matrices.matrices)
         self._pieces: dict[torch.Tensor, tuple[Piece, ...]] = {
             p: pieces[name] for name, p in zip(self.matrices.matrices, matrices, strict=True)

@@ -165,10 +165,7 @@ class Ownership:
 
 
 def assign_owners(
-    pieces: Sequence[tuple[int, Piece]],
-    holders: Sequence[Holders],
-    num_ranks: int,
-    bucket_bytes: int,
+    pieces: Sequence[tuple[int, Piece]], holders: Sequence[Holders], num_ranks: int, bucket_bytes: int
 ) -> Ownership:
     """Give each matrix the rank that orthogonalises it, so that all ranks have about as many operations.
 

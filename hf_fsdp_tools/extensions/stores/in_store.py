@@ -53,11 +53,7 @@ class StoreSave:
     @property
     def report(self) -> SaveReport:
         """What is known before anything is written."""
-        return SaveReport(
-            folder=told(self.url),
-            total_bytes=self.layout.num_bytes,
-            copied_bytes=self.copied_bytes,
-        )
+        return SaveReport(folder=told(self.url), total_bytes=self.layout.num_bytes, copied_bytes=self.copied_bytes)
 
     def finish(self) -> SaveReport:
         """Write, and make what is written the checkpoint of the place. Every rank must call; once."""
@@ -112,13 +108,9 @@ def begin_in_store(
     files = deal(layout.sizes, num_ranks)
     stream = partial(stream_files, live_weights(model, dtype=dtype), layout, files, staging_bytes, where=url)
     uploads = {file: Upload(f"{url}/{weights[file]}", layout.sizes[file]) for file in files[rank]}
-    save = StoreSave(
-        url=url,
-        layout=layout,
-        names=SavedNames(weights=weights, others=others),
-        beside=beside,
-        stream=partial(_removing, uploads, partial(stream, uploads.__getitem__)),
-    )
+    names, sent = SavedNames(weights=weights, others=others), partial(stream, uploads.__getitem__)
+    stream_all = partial(_removing, uploads, sent)
+    save = StoreSave(url=url, layout=layout, names=names, beside=beside, stream=stream_all)
     if blocking:
         return save
     num_bytes = sum(upload.size for upload in uploads.values())
@@ -126,9 +118,8 @@ def begin_in_store(
         refuse_too_large(num_bytes, *COPIED)
     copied = {file: _Held() for file in uploads}
     stream(copied.__getitem__)
-    return replace(
-        save, copied_bytes=num_bytes, stream=partial(_removing, uploads, partial(_write, copied, uploads, url))
-    )
+    later = partial(_removing, uploads, partial(_write, copied, uploads, url))
+    return replace(save, copied_bytes=num_bytes, stream=later)
 
 
 # ---- weights ----
@@ -158,6 +149,33 @@ def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
     return files
 
 
+class _Streams:
+    """The streams of this rank's files, opened when their first bytes come, behind their headers."""
+
+    def __init__(self, open_stream: Callable[[str], Stream], headers: Mapping[str, bytes]) -> None:
+        self._open, self._headers = open_stream, headers
+        self._streams: dict[str, Stream] = {}
+        self.written = 0
+        """Bytes of all of them."""
+
+    def put(self, file: str, data: memoryview) -> None:
+        if file not in self._streams:
+            self._streams[file] = self._open(file)
+            self.put(file, memoryview(self._headers[file]))
+        self._streams[file].write(data)
+        self.written += len(data)
+
+    def commit(self, file: str) -> None:
+        if file not in self._streams:  # of empty tensors
+            self.put(file, memoryview(b""))
+        self._streams[file].commit()
+
+    def discard(self) -> None:
+        for each in self._streams.values():
+            with suppress(Exception):  # the error that led here is the one to show
+                each.discard()
+
+
 def stream_files(
     weights: LiveWeights,
     layout: Layout,
@@ -175,19 +193,9 @@ def stream_files(
     rank = rank_and_size()[0]
     slabs = [list(_slabs_of(layout, own, staging_bytes // 8)) for own in files]
     buckets = _buckets(weights, slabs, staging_bytes // 4)
-    streams: dict[str, Stream] = {}
+    streams = _Streams(open_stream, layout.headers)
     failures: list[Exception] = []
-    written = done = 0
-
-    def put(file: str, data: memoryview) -> None:
-        nonlocal written
-        if file not in streams:
-            streams[file] = open_stream(file)
-            streams[file].write(memoryview(layout.headers[file]))
-            written += len(layout.headers[file])
-        streams[file].write(data)
-        written += len(data)
-
+    done = 0
     passing = deliver(
         buckets,
         weights.held(buckets),
@@ -207,22 +215,20 @@ def stream_files(
                         slab = arrived.pop(key)
                     else:
                         break
-                    put(file, memoryview(slab.reshape(-1).view(torch.uint8).numpy().data))
+                    streams.put(file, memoryview(slab.reshape(-1).view(torch.uint8).numpy().data))
                     done += 1
             except Exception as error:
                 failures.append(error)
         with agreed(_WRITING, where):
             for file in files[rank]:
-                if file not in streams:  # of empty tensors
-                    put(file, memoryview(b""))
-                streams[file].commit()
+                streams.commit(file)
     except BaseException:
-        for each in streams.values():
-            with suppress(Exception):  # the error that led here is the one to show
-                each.discard()
+        streams.discard()
         raise
-    assert sum(all_ranks(written, _WRITING)) == sum(layout.sizes.values()), "not all bytes of the files were written"
-    return written, done
+    assert sum(all_ranks(streams.written, _WRITING)) == sum(layout.sizes.values()), (
+        "not all bytes of the files were written"
+    )
+    return streams.written, done
 
 
 Slab = tuple[str, str, Box]

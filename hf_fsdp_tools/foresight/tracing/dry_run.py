@@ -1,7 +1,6 @@
 """One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP, whose places are
 imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,8 +25,7 @@ from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
-from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.modeling.packed_weight import part_name
+from hf_fsdp_tools.modeling.packed import floats_held
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
@@ -136,10 +134,7 @@ def _dry_run(
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
     """Yield every parameter, tied ones once."""
     names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
-    values: dict[str, int] = {}
-    for fqn, form in packed_parameters(model).items():
-        values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
-    matrices = sizes_of_matrices(model)
+    held, matrices = floats_held(model), sizes_of_matrices(model)
     for parameter, (name, *other_names) in names.items():
         dtype = parameter.dtype
         if dtype.is_floating_point:
@@ -153,7 +148,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             requires_grad=parameter.requires_grad,
             is_whole=setup.is_plain or name in plan.replicated,
             matrices=matrices.get(name),
-            packed_values=values.get(name),
+            num_floats=held[parameter][0] if parameter in held else None,
         )
 
 

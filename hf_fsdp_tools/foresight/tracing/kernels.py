@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Operation
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.four_bits import left_as_floats
 
 # Operations without a kernel
 MAKES_NOTHING = ("wait_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -106,9 +106,7 @@ def notes_of(model: nn.Module) -> Iterator[str]:
     if mixer := next((kind for kind in convolved if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")), None):
         kept = "the kernels for it (mamba_ssm, causal_conv1d, fla) keep far fewer activations."
         yield f"{mixer.__name__} is estimated as transformers computes it in PyTorch; {kept}"
-    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
-    if packed_parameters(model) and any(each.is_floating_point() for each in fused):
-        yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
+    yield from left_as_floats(model)
     if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
         yield f"{title} attends by the eager function of transformers, as without a flash kernel; scores take memory."
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:

@@ -2,9 +2,10 @@
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch, tensors_in
-from hf_fsdp_tools.modeling.module_tree import replaced
-from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
+from hf_fsdp_tools.modeling.packed_weight import chunks_once
 
 _IN_BLOCK = re.compile(r"\.\d+(\.|$)")
 
@@ -121,15 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def chunks_once(self) -> AbstractContextManager[None]:
         """A block in which the first of the chunks in which a weight is dequantised stands for all of them."""
-        own, on_cuda = PackedForm.chunks, self.on_cuda
-
-        def first(form: PackedForm, matrices: int, most: int) -> Iterator[tuple[slice, int, int]]:
-            found = list(own(form, matrices, VALUES_AT_A_TIME_ON_ACCELERATORS if on_cuda else most))
-            self.times = len(found)
-            yield found[0]
-            self.times = 1
-
-        return replaced(PackedForm, chunks=first)
+        return chunks_once(partial(setattr, self, "times"), on_accelerator=self.on_cuda)
 
     def close(self) -> None:
         """Note nothing more: what is freed from now on outlives the micro-step."""

@@ -68,8 +68,7 @@ def _locate_tensor(file: Path, key: str, tensor: torch.Tensor, records: dict[int
     last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and (offset not in records or (last + 1) * size > records[offset]):
         raise damaged(
-            file,
-            f"{key!r}: its {tensor.numel() * size} bytes are not in an uncompressed record of the archive",
+            file, f"{key!r}: its {tensor.numel() * size} bytes are not in an uncompressed record of the archive"
         )
     shape = tuple(tensor.shape)
     # The stride of a dimension of length one does not matter, and torch lets it be anything.

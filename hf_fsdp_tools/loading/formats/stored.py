@@ -37,6 +37,11 @@ class StoredTensor:
     """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
 
     @property
+    def parts(self) -> tuple["StoredTensor", ...]:
+        """Everything that is stored of it."""
+        return (self,)
+
+    @property
     def sources(self) -> Mapping[str, torch.dtype]:
         """Name and dtype of the one source of its elements, which is itself."""
         return {self.key: self.dtype}
@@ -78,6 +83,11 @@ class ChunkedTensor:
     def num_bytes(self) -> int:
         """Length of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Everything that is stored of it."""
+        return tuple(chunk.stored for chunk in self.chunks)
 
     @property
     def sources(self) -> Mapping[str, torch.dtype]:

@@ -16,7 +16,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.loading.quantized.recognize import OF_LINEAR
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import stored_quantization
+from hf_fsdp_tools.modeling.packed import packed_parameters, stored_quantization
 from hf_fsdp_tools.modeling.patterns import matched
 from hf_fsdp_tools.text import first_line
 
@@ -29,13 +29,18 @@ Choice = Callable[[str, nn.Module], Format | None]
 """(name in the checkpoint, linear layer or module of experts) to the format of its weights; None: plain."""
 
 
-def keep_by_config(model: nn.Module) -> None:
-    """Keep weights of a plain model on meta as stored, as `keep_stored` does, without its checkpoint's files.
+def keep_by_config(model: nn.Module, *, has_values: bool = False) -> None:
+    """Keep weights of a plain model on meta as stored, as `keep_stored` does, without its checkpoint's files; where
+    some are kept already, leave it as it is.
 
     Raises:
-        ConfigError: its config does not say how the checkpoint is quantised, or names a method or format whose weights
-            cannot stay as they are.
+        ConfigError: it stands for a model that `has_values`, which are floats; its config does not say how the
+            checkpoint is quantised, or names a method or format whose weights cannot stay as they are.
     """
+    if packed_parameters(model):
+        return
+    if has_values:
+        raise ConfigError("dequantize=False: this model has floats. Give its checkpoint's name, or its config.")
     config = stored_quantization(model)
     if not config:
         raise ConfigError(

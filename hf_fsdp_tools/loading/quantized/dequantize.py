@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
 from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
@@ -212,6 +212,11 @@ class _Slab:
         for d in self.column_dims:
             steps[d] = self.part.view.strides[d]
         memory.copy_(floats.as_strided(memory.shape, steps, self.first - self.begin_at))
+
+
+def with_groups(tensors: Iterable[Stored]) -> list[QuantizedTensor]:
+    """Those among stored tensors whose columns may be ordered by activation."""
+    return [each for each in tensors if isinstance(each, QuantizedTensor) and each.groups is not None]
 
 
 def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_bytes: int) -> TransferStats:

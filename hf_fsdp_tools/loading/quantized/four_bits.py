@@ -5,7 +5,7 @@ bitsandbytes makes of the whole weight; scales are joined before they are quanti
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -47,9 +47,18 @@ class Weights4Bit:
         made = {part for fqn in self.plain for part in self.forms[fqn].parts(fqn)}
         return made | {part_name(fqn, "offset") for fqn in self.texts if "offset" in self.forms[fqn].scales}
 
-    def text_bytes(self, index: CheckpointIndex) -> int:
-        """Bytes of all texts."""
-        return sum(index.tensors[key].num_bytes for key in self.texts.values())
+    def shares(self, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> "Shares":
+        """This rank's part, of a model whose tensors are `state`."""
+        packed = [
+            Share(
+                form=(form := self.forms[fqn]),
+                plain=plain,
+                parts={name: state[part_name(fqn, name)] for name in ("packed", *form.scales)},
+                itemsize=index.stored_bytes(min(plain.sources)),
+            )
+            for fqn, plain in self.plain.items()
+        ]
+        return Shares(weights=self, state=state, index=index, packed=packed)
 
 
 def match_4bit(
@@ -157,51 +166,90 @@ class Share:
         return torch.device(sharded.device_mesh.device_type) if isinstance(sharded, DTensor) else sharded.device
 
 
-def shares_of(weights: Weights4Bit, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> list[Share]:
-    """This rank's part of the weights to pack, whose tensors are `state`; in the same order on every rank."""
-    return [
-        Share(
-            form=(form := weights.forms[fqn]),
-            plain=plain,
-            parts={name: state[part_name(fqn, name)] for name in ("packed", *form.scales)},
-            itemsize=index.stored_bytes(min(plain.sources)),
-        )
-        for fqn, plain in weights.plain.items()
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """This rank's part of all such weights; in the same order on every rank."""
 
+    weights: Weights4Bit
+    state: Mapping[str, torch.Tensor]
+    index: CheckpointIndex
+    packed: list[Share]
 
-def quantize_weights(
-    weights: Sequence[Share], index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
-) -> TransferStats:
-    """Pack weights into their shards, with their scales.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read."""
+        texts = sum(self.index.tensors[key].num_bytes for key in self.weights.texts.values())
+        return texts + sum(share.num_bytes for share in self.packed)
 
-    Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays on
-    the calling thread and its stream: bitsandbytes packs on the device's default stream.
-    """
-    stats = [TransferStats()]
-    device = weights[0].device
-    bounds = Bounds.of(device, staging_bytes)
+    @property
+    def device(self) -> torch.device:
+        """The device on which values are packed; the CPU where there are none."""
+        return self.packed[0].device if self.packed else torch.device("cpu")
 
-    def transfers_of(places: Iterable[Place]) -> list[Transfer]:
-        transfers, quantized = reads_of(places, index)
-        stats.append(dequantize(quantized, reader, staging_bytes=staging_bytes))
-        return transfers
+    def read(self, reader: Reader) -> TransferStats:
+        """Read what says how stored weights are packed, which must be what the model has, and the offsets of scales."""
+        weights, state, index = self.weights, self.state, self.index
+        if not weights.texts:
+            return TransferStats()
+        from bitsandbytes.utils import unpack_tensor_to_dict
 
-    # The scales of one batch of weights are joined together; the batches are the same on every rank.
-    for batch in batches(weights, bounds.scale_bytes, lambda share: 4 * share.num_blocks):
-        scales = [torch.zeros(share.num_blocks, dtype=torch.float32, device=device) for share in batch]
-        blocks = (
-            _Blocks(share=share, start=start, memory=memory, columns=columns, scales=own, transfers_of=transfers_of)
-            for share, own in zip(batch, scales, strict=True)
-            for start, memory, columns in _runs_of(share, bounds.part_values)
-        )
-        with agreed(doing):
-            stats.append(work_in_windows(blocks, reader, bounds.window_bytes))
-        for share, own in zip(batch, scales, strict=True):
-            _join_scales(own, share.parts["packed"])
-            for name, whole in _parts_of_scales(own, share.form).items():
-                keep_part(share.parts[name], whole)
-    return sum(stats[1:], stats[0])
+        again = "Download or save the checkpoint again."
+        stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
+        memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
+        stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
+        for fqn, text in memory.items():
+            form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
+            wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
+            wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
+            with library_errors(f"{name} does not say how a weight is packed", again):
+                said: dict[str, Any] = unpack_tensor_to_dict(text)
+                found = {key: list(said[key]) if key == "shape" else said[key] for key in wanted}
+                offset = torch.tensor([[float(said.get("nested_offset", math.nan))]])
+            if found != wanted:
+                raise CheckpointError(
+                    f"{name} belongs to a weight with {found}, expected {wanted}. Use the config that belongs to the "
+                    "checkpoint."
+                )
+            if "offset" in form.scales:
+                nested = local_parts(state[part_name(fqn, "nested scale")])
+                floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
+                if not all(bool(each.isfinite().all()) for each in floats):
+                    raise CheckpointError(
+                        f"{name}: its nested_offset or nested_absmax holds values that are not finite. {again}"
+                    )
+                keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
+        return stats
+
+    def pack(self, reader: Reader, *, doing: str, staging_bytes: int) -> TransferStats:
+        """Pack plain weights into their shards, with their scales.
+
+        Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time. Packing stays
+        on the calling thread and its stream: bitsandbytes packs on the device's default stream.
+        """
+        stats = [TransferStats()]
+        device = self.device
+        bounds = Bounds.of(device, staging_bytes)
+
+        def transfers_of(places: Iterable[Place]) -> list[Transfer]:
+            transfers, quantized = reads_of(places, self.index)
+            stats.append(dequantize(quantized, reader, staging_bytes=staging_bytes))
+            return transfers
+
+        # The scales of one batch of weights are joined together; the batches are the same on every rank.
+        for batch in batches(self.packed, bounds.scale_bytes, lambda share: 4 * share.num_blocks):
+            scales = [torch.zeros(share.num_blocks, dtype=torch.float32, device=device) for share in batch]
+            blocks = (
+                _Blocks(share=share, start=start, memory=memory, columns=columns, scales=own, transfers_of=transfers_of)
+                for share, own in zip(batch, scales, strict=True)
+                for start, memory, columns in _runs_of(share, bounds.part_values)
+            )
+            with agreed(doing):
+                stats.append(work_in_windows(blocks, reader, bounds.window_bytes))
+            for share, own in zip(batch, scales, strict=True):
+                _join_scales(own, share.parts["packed"])
+                for name, whole in _parts_of_scales(own, share.form).items():
+                    keep_part(share.parts[name], whole)
+        return sum(stats[1:], stats[0])
 
 
 def _runs_of(share: Share, many: int) -> Iterator[tuple[int, torch.Tensor, slice]]:
@@ -286,37 +334,3 @@ def _parts_of_scales(scales: torch.Tensor, form: PackedForm) -> dict[str, torch.
         "code": as_rows(of_scales.code, 1),
         "offset": as_rows(offset, 1),
     }
-
-
-def read_texts(
-    weights: Weights4Bit, state: Mapping[str, torch.Tensor], index: CheckpointIndex, reader: Reader
-) -> TransferStats:
-    """Read what says how stored weights are packed, which must be what the model has; it has the offsets of scales."""
-    from bitsandbytes.utils import unpack_tensor_to_dict
-
-    stored = {fqn: index.tensors[key] for fqn, key in weights.texts.items()}
-    memory = {fqn: torch.empty(text.shape, dtype=text.dtype) for fqn, text in stored.items()}
-    stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
-    for fqn, text in memory.items():
-        form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
-        wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
-        wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
-        with library_errors(f"{name} does not say how a weight is packed", "Download or save the checkpoint again."):
-            said: dict[str, Any] = unpack_tensor_to_dict(text)
-            found = {key: list(said[key]) if key == "shape" else said[key] for key in wanted}
-            offset = torch.tensor([[float(said.get("nested_offset", math.nan))]])
-        if found != wanted:
-            raise CheckpointError(
-                f"{name} belongs to a weight with {found}, expected {wanted}. Use the config that belongs to the "
-                "checkpoint."
-            )
-        if "offset" in form.scales:
-            nested = local_parts(state[part_name(fqn, "nested scale")])
-            floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
-            if not all(bool(each.isfinite().all()) for each in floats):
-                raise CheckpointError(
-                    f"{name}: its nested_offset or nested_absmax holds values that are not finite. Download or save "
-                    "the checkpoint again."
-                )
-            keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
-    return stats

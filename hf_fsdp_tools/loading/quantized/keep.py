@@ -17,21 +17,21 @@ from packaging.version import Version
 from torch import nn
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.loading.conversion import (
-    ConversionGroup,
-    LoadMap,
-    convert_group,
-    exchanged,
-    map_loading,
-    persistent_tensors,
-)
+from hf_fsdp_tools.loading.conversion import ConversionGroup, LoadMap, convert_group, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters, plain_parameters
+from hf_fsdp_tools.modeling.packed import (
+    check_experts,
+    exchanged,
+    is_packable,
+    pack,
+    packed_parameters,
+    plain_parameters,
+    stored_quantization,
+)
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.text import listed
 
