@@ -169,7 +169,8 @@ def build_meta_model(
         pack_4bit(model, layers)
     model.eval()
     assert isinstance(model, PreTrainedModel)
-    add_to_note(model, stored_quantization=quantization)
+    is_chosen = model_kwargs.get("attn_implementation") is not None
+    add_to_note(model, stored_quantization=quantization, attention_is_chosen=is_chosen)
     return model
 
 
