@@ -68,15 +68,14 @@ def documents_or_mask(**given: Any) -> Any:
     if is_simple or not is_described or device.type == "meta" or torch.compiler.is_compiling():
         return sdpa_mask(**given)
     row, place = torch.arange(rows, device=device)[:, None], torch.arange(size, device=device)
-    head, sees = torch.zeros_like(row), given["mask_function"]
-    pairs = (sees(row, head, place[1:], place[:-1]), sees(row, head, place[:-1], place[1:]))
-    before, after = torch.stack([seen.expand(rows, -1) for seen in pairs]).cpu()
+    one, other = torch.stack([place[1:], place[:-1]])[:, None], torch.stack([place[:-1], place[1:]])[:, None]
+    before, after = given["mask_function"](row, torch.zeros_like(row), one, other).expand(2, rows, -1).cpu()
     if after.any():
         return sdpa_mask(**given)
     starts = nn.functional.pad(~before, (1, 0), value=True).flatten().nonzero().flatten()
     starts = nn.functional.pad(starts, (0, 1), value=rows * size).to(torch.int32)
     longest = int(starts.diff().max())
-    return Documents(starts.to(device), longest, local if local is not None and local < longest else None)
+    return Documents(starts.to(device, non_blocking=True), longest, local if local is not None and local < longest else None)
 
 
 def attend(
@@ -109,9 +108,11 @@ def attend(
         sizes = {"batch_size": rows, "q_length": length, "kv_length": length}
         mask = make(**sizes, mask_function=sees, allow_is_causal_skip=False, device=query.device)
         return compute(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    if not all(each.shape[-1] == padded for each in flat):
+        flat = [nn.functional.pad(each, (0, padded - each.shape[-1])) for each in flat]
     output = varlen_attn(
-        *(nn.functional.pad(each, (0, padded - each.shape[-1])) for each in flat),
+        *flat,
         attention_mask.starts,
         attention_mask.starts,
         attention_mask.longest,
