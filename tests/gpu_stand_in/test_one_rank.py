@@ -60,13 +60,12 @@ def step_of(model: Any, case: str, who: str, tokens: int = 64) -> Callable[[], N
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     varlen._should_use_cudnn = lambda device: False  # type: ignore[attr-defined]  # of which there is no stand-in
-    if "packed" in CASES[case]:
-        with fakegpu.kernels_on_cpu():
-            batch["position_ids"] = torch.arange(tokens, device="cuda").remainder(16)[None]
+    with fakegpu.kernels_on_cpu():  # with other positions, rows would be packed
+        batch["position_ids"] = torch.arange(tokens, device="cuda").remainder(16 if "packed" in CASES[case] else tokens)[None]
     make_mask = modeling_llama.create_causal_mask
 
     def computed_mask(**given: Any) -> Any:
-        with fakegpu.kernels_on_cpu():  # what is read of it decides which kernels run
+        with fakegpu.kernels_on_cpu():
             return make_mask(**given)
 
     modeling_llama.create_causal_mask = computed_mask
