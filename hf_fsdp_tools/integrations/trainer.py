@@ -28,6 +28,7 @@ from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors, warn
 from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
+from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
@@ -460,6 +461,8 @@ class FSDPTrainerMixin(PushingMixin):
                 ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
+        if self.args.use_liger_kernel:
+            refuse_liger(self.accelerator.device.type, shares=ranks_per_row() > 1)
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
         if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so
