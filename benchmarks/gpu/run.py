@@ -30,7 +30,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gpu", choices=GPUS, default=GPUS[0], help="whose forecast stands beside the figures")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--records", type=Path, default=Path("gpu.jsonl"), help="a line for each case is added to it")
-    parser.add_argument("--folder", type=Path, help="for checkpoints of 16 GB (default: /dev/shm, else a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="for checkpoints of 16 GB (default: /dev/shm, else a temporary one)"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--forecast", action="store_true")
     parser.add_argument("--train", nargs="*", help=argparse.SUPPRESS)  # the child

@@ -198,13 +198,11 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
 
 
 def _packs(options: argparse.Namespace) -> bool:
-    """Whether the model's own attention keeps the documents of a packed row apart by a mask, or without one."""
-    from hf_fsdp_tools.modeling.configs import model_class
-    from hf_fsdp_tools.modeling.meta import load_config
+    """Whether documents of packed rows attend without a mask."""
+    from hf_fsdp_tools.extensions.packed_rows import configs_of_documents
+    from hf_fsdp_tools.modeling.meta import build_meta_model
 
-    config = load_config(options.model, trust_remote_code=options.trust_remote_code)
-    kind = model_class(config, options.auto_class, trust_remote_code=options.trust_remote_code)
-    return bool(getattr(kind, "_supports_sdpa", False) and getattr(kind, "_supports_flex_attn", False))
+    return bool(configs_of_documents(build_meta_model(options.model, **prepare_model(options)), 1))
 
 
 def _files(options: argparse.Namespace, answer: _Answer, template: Template | None) -> tuple[str, str, dict[Path, str]]:

@@ -7,7 +7,6 @@ model; rotary angles it changes for the kind of model, for the whole process.
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ def use_liger(model: PreTrainedModel, options: bool | Mapping[str, bool]) -> Non
 
 
 def refuse_liger(device_type: str, *, shares: bool) -> None:
-    """Refuse the kernels on CPUs, and where ranks share rows or layers: their loss does not know of the others' part."""
+    """Refuse the kernels on CPUs, and where ranks have parts of rows or layers: the loss is of whole ones."""
     if device_type == "cpu":
         raise ConfigError(f"{_WORD}: Liger's kernels need a GPU. Leave it out on CPUs.")
     if shares:

@@ -29,13 +29,13 @@ _CAPABILITY = (8, 0)
 """Compute capability from which NVIDIA's GPUs run the kernel: Ampere (source: torch's `sdp_utils.cpp`)."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-"""Of the kernel."""
+"""The kernel's."""
 
 _WIDEST, _MULTIPLE = 256, 8
-"""Of heads, in the kernel (source: the same); narrower ones are padded with zeros, which change no product."""
+"""The widest heads of the kernel (source: the same); zeros pad others to a multiple, and change no product."""
 
 _GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Before torch 2.13, heads of keys may be fewer without being told."""
+"""Before torch 2.13, heads of keys may be fewer without it."""
 
 
 class Documents(NamedTuple):
@@ -75,7 +75,9 @@ def documents_or_mask(**given: Any) -> Any:
     starts = nn.functional.pad(~before, (1, 0), value=True).flatten().nonzero().flatten()
     starts = nn.functional.pad(starts, (0, 1), value=rows * size).to(torch.int32)
     longest = int(starts.diff().max())
-    return Documents(starts.to(device, non_blocking=True), longest, local if local is not None and local < longest else None)
+    return Documents(
+        starts.to(device, non_blocking=True), longest, local if local is not None and local < longest else None
+    )
 
 
 def attend(
@@ -103,7 +105,9 @@ def attend(
     needs_mask = dropout > 0 or kwargs.get("position_bias") is not None
     padded = -(-max(width, value.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if needs_mask or padded > _WIDEST or query.dtype not in _DTYPES:
-        make, compute = (sdpa_mask, sdpa_attention_forward) if needs_mask else (flex_attention_mask, flex_attention_forward)
+        make, compute = (
+            (sdpa_mask, sdpa_attention_forward) if needs_mask else (flex_attention_mask, flex_attention_forward)
+        )
         sees = attention_mask.mask_function(rows, length)
         sizes = {"batch_size": rows, "q_length": length, "kv_length": length}
         mask = make(**sizes, mask_function=sees, allow_is_causal_skip=False, device=query.device)
@@ -111,7 +115,8 @@ def attend(
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     if not all(each.shape[-1] == padded for each in flat):
         flat = [nn.functional.pad(each, (0, padded - each.shape[-1])) for each in flat]
-    output = varlen_attn(
+    run: Any = varlen_attn  # whose arguments depend on the version of torch
+    output = run(
         *flat,
         attention_mask.starts,
         attention_mask.starts,
@@ -126,7 +131,9 @@ def attend(
 
 def has_kernel(device_type: str) -> bool:
     """Whether the devices of this process run the kernel."""
-    is_built = device_type == "cuda" and torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
+    is_built = (
+        device_type == "cuda" and torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
+    )
     return is_built and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
@@ -137,11 +144,11 @@ class PackedRows(Feature):
         """The configs name the pair; those of a copied model do so as well."""
         ranks = 1 if sharding.axes.rows is None else sharding.axes.rows.size()
         if has_kernel(sharding.mesh.device_type):
-            for config in _configs(model, ranks):
+            for config in configs_of_documents(model, ranks):
                 config._attn_implementation_internal = _NAME
 
 
-def _configs(model: Any, ranks: int) -> list[Any]:
+def configs_of_documents(model: Any, ranks: int) -> list[Any]:
     """The configs of a decoder and of the models around it; none where attention is to stay as it is."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     inside = set(decoder.modules()) if isinstance(decoder, PreTrainedModel) else set()

@@ -61,7 +61,9 @@ def step_of(model: Any, case: str, who: str, tokens: int = 64) -> Callable[[], N
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     varlen._should_use_cudnn = lambda device: False  # type: ignore[attr-defined]  # of which there is no stand-in
     with fakegpu.kernels_on_cpu():  # with other positions, rows would be packed
-        batch["position_ids"] = torch.arange(tokens, device="cuda").remainder(16 if "packed" in CASES[case] else tokens)[None]
+        batch["position_ids"] = torch.arange(tokens, device="cuda").remainder(
+            16 if "packed" in CASES[case] else tokens
+        )[None]
     make_mask = modeling_llama.create_causal_mask
 
     def computed_mask(**given: Any) -> Any:

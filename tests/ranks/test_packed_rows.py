@@ -1,4 +1,4 @@
-"""Documents of packed rows attend by a kernel for lengths that vary, of which a CPU has none: a loop stands in for it."""
+"""Documents of packed rows attend by a kernel for lengths that vary. A CPU has none: a loop stands in for it."""
 
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from hf_fsdp_tools import ParallelDims, from_config
 from hf_fsdp_tools.extensions import packed_rows
-from hf_fsdp_tools.extensions.packed_rows import Documents, attend, documents_or_mask
+from hf_fsdp_tools.extensions.packed_rows import Documents, attend
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -163,8 +163,10 @@ def others_stay_as_they_are():
         assert "sdpa" not in from_config(tiny_config("llama"), seed=0).config.to_json_string()
         heads = plain("llama", torch.float32)
         heads.config.num_attention_heads = 3  # which two ranks of a row cannot divide
-        assert not packed_rows._configs(heads, 2)
-    assert dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
+        assert not packed_rows.configs_of_documents(heads, 2)
+    assert (
+        dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
+    )
 
 
 @pytest.mark.shows("activation checkpointing", "packed rows")
