@@ -22,6 +22,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 FORECAST = Path(__file__).with_name("forecast.json")
 GPUS = ("h100-80gb", "h200-141gb")
 _SECONDS = {"ten": 570, "three": 170}
+_BEGIN_S = 60
+"""Seconds for imports and for what no alarm reaches."""
 
 
 def parsed() -> argparse.Namespace:
@@ -95,11 +97,15 @@ def run(options: argparse.Namespace, cases: list[str]) -> None:
     while left := [name for name in cases if name not in done(options.records)]:
         words = [sys.executable, "-m", "benchmarks.gpu.run", "--device", options.device, *["--tiny"] * options.tiny]
         words += ["--records", str(options.records), "--folder", str(options.folder), "--train", *left]
-        limit = min(end - time.monotonic(), sum(2 * CASES[name].limit_s + 30 for name in left))
-        try:
-            code: int | str = subprocess.run(words, timeout=max(limit, 1)).returncode
-        except subprocess.TimeoutExpired:
-            code = "no time was left"
+        child, running, since = subprocess.Popen(words), left, time.monotonic()
+        while (code := child.poll()) is None:
+            time.sleep(0.5)
+            if (now := [name for name in left if name not in done(options.records)]) != running:
+                running, since = now, time.monotonic()
+            if now and time.monotonic() > min(end, since + 2 * CASES[now[0]].limit_s + _BEGIN_S):
+                child.kill()
+                code = child.wait()
+                break
         if (rest := [name for name in left if name not in done(options.records)]) and (rest == left or code):
             failed = {"failed": f"the process ended in it: {code}"}
             with options.records.open("a") as stream:
