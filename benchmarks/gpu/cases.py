@@ -53,13 +53,13 @@ _LORA = {"lora_r": 16, "per_device_train_batch_size": 1}
 _AUTOMODEL = "12,473: NeMo Automodel, 2 x 4,096 tokens, docs/performance-summary.mdx of June 2026"
 _BF16 = {"master_dtype": "bf16", "activation_checkpointing": True, "per_device_train_batch_size": 1}
 CASES = {
-    "8B LoRA": Case("8b", 75, _LORA | {"compile": True}, _AUTOMODEL),
+    "8B LoRA": Case("8b", 120, _LORA | {"compile": True}, _AUTOMODEL),
     "8B LoRA, eager": Case("8b", 45, _LORA, _AUTOMODEL),
-    "8B LoRA, packed": Case("8b", 45, _LORA, is_packed=True),
+    "8B LoRA, packed": Case("8b", 75, _LORA, is_packed=True),
     "8B LoRA, FP8 as stored": Case(
-        "8b", 75, _LORA | {"dequantize": False}, "9,600: Surogate, Qwen3-8B, docs/reference/benchmarks.md of May 2026"
+        "8b", 100, _LORA | {"dequantize": False}, "9,600: Surogate, Qwen3-8B, docs/reference/benchmarks.md of May 2026"
     ),
-    "1B full": Case("1b", 60, {"per_device_train_batch_size": 2, "compile": True}),
+    "1B full": Case("1b", 90, {"per_device_train_batch_size": 2, "compile": True}),
     "8B full, offloaded": Case("8b", 120, _BF16 | {"offload_params": True}),
 }
 PLANS = {
