@@ -161,6 +161,8 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     best = _recommend(options, config, recipe)
     is_here = options.template in (None, "slurm")  # elsewhere the launch file is carried along alone
     values = setups.options_of(recipe, options.model, best.setup)
+    if recipe == setups.DEFAULT_RECIPE and config.num_processes == 1 and _packs(options):
+        values["packing"] = True
     if options.recipe is not None and options.output is not None:
         values = setups.run_values(values, best.setup, recipe=recipe)
     run_path, script = None, setups.recipe_words(values)
@@ -175,7 +177,7 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     if config.mixed_precision == "fp8":
         lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
     degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-    recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload"))
+    recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload", "_save_ops"))
     names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
     return _Answer(
         config=replace(config, **{name: getattr(best.setup, name) for name in names}),
@@ -187,6 +189,14 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
         run_path=run_path,
         run=values,
     )
+
+
+def _packs(options: argparse.Namespace) -> bool:
+    """Whether documents of packed rows attend without a mask."""
+    from hf_fsdp_tools.extensions.packed_rows import configs_of_documents
+    from hf_fsdp_tools.modeling.meta import build_meta_model
+
+    return bool(configs_of_documents(build_meta_model(options.model, **prepare_model(options)), 1))
 
 
 def _files(options: argparse.Namespace, answer: _Answer, template: Template | None) -> tuple[str, str, dict[Path, str]]:

@@ -290,7 +290,8 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")
-    add("--torch-compile", dest="compile", action="store_const", const=True, help="compile each block")
+    compiled = "compile each block (default: false, but `config` does for one GPU)"
+    add("--torch-compile", dest="compile", action=argparse.BooleanOptionalAction, help=compiled)
 
 
 def _image_size(text: str) -> tuple[int, int]:

@@ -30,13 +30,15 @@ GAIN = 0.01  # Relative gain in speed below which settings count as equally fast
 TOKENS = 2**18
 """Tokens of an optimizer step where none are asked for. (assumed; published fine-tunings take 65 K (Alpaca: 128 × 512)
 to 524 K (Tülu 3: 128 × 4,096))"""
-AGAIN, EVERY, ON_HOST = (f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload"))
+AGAIN, EVERY, ON_HOST, KEPT = (
+    f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload", "_save_ops")
+)
 DEGREES = ("ep_size", "cp_size", "tp_size")
 _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 _BATCH = "per_device_train_batch_size"
 SEARCHED = (
-    _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, *_SHARDING, *DEGREES,
-    "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params",
+    _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, KEPT, *_SHARDING, *DEGREES,
+    "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params", "compile",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
 LONG = 32_768  # Tokens per sequence from which rows are shared where that is faster. (assumed: attention takes most)
@@ -135,7 +137,7 @@ class Search:
             for name in DEGREES:
                 self._share(name, kind)
             if (best := self.best()) is not None:
-                self._explore_every(*best)
+                self._explore_kept(*best)
                 for value in self._values(kind, "reshard_after_forward"):  # saves copies, which no bound knows
                     self.cost(replace((self.best() or best)[0], reshard_after_forward=value))
                 return self.best()
@@ -148,6 +150,8 @@ class Search:
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for; then with weights, or optimizer, that take less."""
         setup, is_bf16 = self.setup, self.setup.mixed_precision == "bf16"
+        if setup.num_processes == 1 and "compile" not in self.fixed:  # nothing to gather is between compiled blocks
+            setup = replace(setup, compile=True)
         yield setup
         if setup.lora_r is not None:
             if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
@@ -163,6 +167,8 @@ class Search:
             if on_host and (not recomputes or ON_HOST in self.fixed):
                 continue
             more: dict[str, Any] = {"dequantize": stored, AGAIN: recomputes, EVERY: getattr(base, EVERY) ** recomputes}
+            # What a compiler makes of the rules that dequantise weights is not known.
+            more["compile"] = base.compile and (stored or "compile" in self.fixed)
             more[ON_HOST] = (on_host or base.activation_checkpointing_offload) and recomputes
             floors: dict[int, float] = {}  # Rates of computation alone by micro-batch
             full: list[list[int]] = []  # Places of settings that do not fit: nor does what takes as much in every way
@@ -207,18 +213,21 @@ class Search:
             return (1, *(base.num_processes // size for size in fit))
         return (True, False) if base.num_processes > 1 and base.wrapping != "none" else (own,)
 
-    def _explore_every(self, best: TrainingSetup, cost: Cost) -> None:
-        """Where all blocks recompute, try every n-th, n as large as memory seems to allow."""
-        if not best.activation_checkpointing or EVERY in self.fixed:
+    def _explore_kept(self, best: TrainingSetup, cost: Cost) -> None:
+        """Where all blocks recompute, try every n-th, n as large as memory seems to allow; then to keep results."""
+        if not best.activation_checkpointing:
             return
         plain: dict[str, Any] = {AGAIN: False, EVERY: 1, ON_HOST: False}
         none = None if AGAIN in self.fixed else self.cost(replace(best, **plain))
-        for every in range(_MOST_LAYERS, 1, -1):
+        for every in range(_MOST_LAYERS, 1, -1) if EVERY not in self.fixed else ():
             if none and none.peak_bytes + (cost.peak_bytes - none.peak_bytes) / every > self.limit(best):
                 continue
             one = replace(best, activation_checkpointing_every_n_layers=every)
             if self.has_room(one, self.cost(one)):
-                return
+                break
+        may_keep = KEPT not in self.fixed and not best.compile  # compiled code has no results of single operators
+        for ops in (("matmul", "attention"), ("attention",)) if may_keep else ():
+            self.cost(replace(best, activation_checkpointing_save_ops=ops))
 
     def _share(self, name: str, kind: TrainingSetup) -> None:
         """Divide rows, layers or experts where nothing fits, rows are long, or GPUs wait: sizes are doubled until one
@@ -457,7 +466,6 @@ def _breaks(search: Search, best: TrainingSetup) -> str:
 
 def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
-    # What a compiler makes of the rules that dequantise weights is not known.
     changes: dict[str, Any] = {"compile": best.dequantize or best.compile, "reduce_dtype": best.mixed_precision}
     for name, value in changes.items():
         price = search.cost(one := replace(best, **{name: value}))

@@ -35,7 +35,8 @@ def setting_words(values: Mapping[str, Any]) -> str:
     texts = []
     for name, value in values.items():
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        texts.append(f"with{'' if value else 'out'} {name}" if isinstance(value, bool) else f"{name} {shown}")
+        is_switch = isinstance(value, bool) or value == ()
+        texts.append(f"with{'' if value else 'out'} {name}" if is_switch else f"{name} {shown}")
     return ", ".join(texts)
 
 

@@ -175,7 +175,7 @@ def _options_of(trainer: Any, model: Any, measured: Measured) -> SimpleNamespace
         "max_length": measured.longest,
         "per_device_train_batch_size": measured.rows,
         "dtype": dtype_name(next(p.dtype for p in model.parameters() if p.requires_grad)),
-        "attn_implementation": model.config._attn_implementation,
+        "attn_implementation": model.config._attn_implementation.partition("|")[0],
         "load_in_4bit": "bitsandbytes" in base,
         "dequantize": not base or "bitsandbytes" in base,
     }

@@ -27,6 +27,7 @@ from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
+from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, steps_in_backward
@@ -407,6 +408,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
                 ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
+        if self.args.use_liger_kernel:
+            refuse_liger(self.accelerator.device.type, shares=ranks_per_row() > 1)
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
         if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so

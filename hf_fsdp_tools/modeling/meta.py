@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from hf_fsdp_tools.doors import extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
@@ -112,7 +113,8 @@ def build_meta_model(
         trust_remote_code: run model code that comes with the checkpoint.
         model_kwargs: attributes of the config are set there (`num_labels`, …), other keywords go to the model
             (`attn_implementation`, …). `quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)` makes linear
-            layers 4-bit layers of bitsandbytes, with weights of the packed shape.
+            layers 4-bit layers of bitsandbytes, with weights of the packed shape. `use_liger_kernel=True`, or a mapping
+            as of `liger_kernel_config`, has Liger's fused kernels in the place of norms, gated layers and loss.
 
     The model of a config with another quantisation is the plain model, and its config has none; how the checkpoint is
     quantised is noted for `load_weights`, which dequantises it.
@@ -133,7 +135,7 @@ def build_meta_model(
     """
     config = load_config(name_or_config, trust_remote_code=trust_remote_code)
     quantization = set_aside_quantization(config)
-    quantizer = make_quantizer(config, model_kwargs)
+    quantizer, fused = make_quantizer(config, model_kwargs), model_kwargs.pop("use_liger_kernel", False)
     dtype = as_dtype(dtype) or config_dtype(config) or torch.float32
     if dtype.itemsize == 1:
         raise ConfigError(
@@ -169,7 +171,10 @@ def build_meta_model(
     pack_4bit(model, layers)
     model.eval()
     assert isinstance(model, PreTrainedModel)
-    add_to_note(model, stored_quantization=quantization)
+    is_chosen = model_kwargs.get("attn_implementation") is not None
+    add_to_note(model, stored_quantization=quantization, attention_is_chosen=is_chosen)
+    if fused:
+        extension("liger").use_liger(model, fused)
     return model
 
 

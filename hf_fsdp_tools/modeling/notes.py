@@ -43,6 +43,10 @@ class Note:
     """Whether ranks share these experts: tokens travel to them, and they are sharded over fewer ranks."""
     stored_quantization: Mapping[str, Any] | None = None
     """How the checkpoint of a plain model is quantised, until it is loaded."""
+    is_fused: bool = False
+    """Whether a model computes by Liger's kernels."""
+    attention_is_chosen: bool = False
+    """Whether the user named the attention function of a model."""
     heads: Any = None
     """The `Heads` of a loaded model's checkpoint that it has no modules for; saves copy them."""
 

@@ -194,9 +194,17 @@ def _give_up_kernel(error: Exception) -> None:
 
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    """`PackedForm._floats`, compiled; each value is rounded wherever an operator would round it."""
-    run: Callable[..., torch.Tensor] = torch.compile(PackedForm._floats, options={"emulate_precision_casts": True})
-    return run
+    """`PackedForm._floats`, compiled; each value is rounded wherever an operator would round it.
+
+    Each shape of a model has a kernel of its own; from the ninth on, torch would run operators without a word.
+    """
+    run = torch.compile(PackedForm._floats, dynamic=False, options={"emulate_precision_casts": True})
+    limited: Callable[..., torch.Tensor] = torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS)(run)
+    return limited
+
+
+_MOST_KERNELS = 64
+"""Shapes and rules of a model's weights. (assumed; a mixture of experts has about 20)"""
 
 
 def part_name(name: str, scale: str) -> str:

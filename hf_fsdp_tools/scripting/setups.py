@@ -247,6 +247,6 @@ def run_file(values: dict[str, Any], *, recipe: str, command: str, launch: str) 
     lines.append(
         "# Searched: length, batch, accumulation and what saves memory. To be chosen: the learning rate and below."
     )
-    if recipe == "finetune":
+    if recipe == DEFAULT_RECIPE and "packing" not in values:
         lines.append("# Rows that are shorter: packing: true fills each with several (docs/data.md).")
     return "\n".join([*lines, yaml.safe_dump(values, sort_keys=False)])

@@ -38,6 +38,7 @@ _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
 )
 _WORDS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
@@ -99,8 +100,8 @@ def operators_named(names: tuple[str, ...]) -> list[Any]:
     """torch's operators of these names: words of `_WORDS`, names in `aten` ("mm"), or with a namespace ("aten::mm")."""
     found: list[Any] = []
     for name in names:
-        space, _, own = name.rpartition("::")
-        packets = [getattr(getattr(torch.ops, space or "aten"), each, None) for each in _WORDS.get(name, (own,))]
+        parts = [each.rpartition("::") for each in _WORDS.get(name, (name,))]
+        packets = [getattr(getattr(torch.ops, space or "aten"), own, None) for space, _, own in parts]
         overloads = [getattr(each, overload) for each in packets if each is not None for overload in each.overloads()]
         if not overloads:
             known = [*_WORDS, *(each for each in dir(torch.ops.aten) if not each.startswith("__")), "mm"]

@@ -91,6 +91,33 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
     initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
 
+def test_every_shape_of_a_model_has_a_compiled_kernel(monkeypatch):
+    real, parts = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda run, dynamic, options: real(run, dynamic=dynamic, backend="eager"))
+    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: True)
+    monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", 2**9)
+    make_chunks = PackedForm.chunks
+
+    def chunks(form: PackedForm, matrices: int, most: int) -> object:
+        parts.append((form.shape, torch.compiler.is_compiling()))
+        return make_chunks(form, matrices, most)
+
+    monkeypatch.setattr(PackedForm, "chunks", chunks)
+    packed_weight._compiled.cache_clear()
+    values = PackedPart(name="", dtype=torch.float8_e4m3fn, ndim=2)
+    scales = {"scale": PackedPart(name="_scale_inv", dtype=torch.float32, ndim=2, block=(8, 16))}
+    for number in range(1, 12):  # torch compiles one function 8 times
+        shape = (8 * number, 32)
+        form = PackedForm(
+            shape=shape, dtype=torch.bfloat16, rule="scaled", is_transposed=False, values=values, scales=scales
+        )
+        stored = torch.randint(0, 100, shape, dtype=torch.uint8), [torch.ones(number, 2).view(torch.uint8)]
+        floats = form.floats(*stored, torch.bfloat16)
+        assert torch.equal(floats, stored[0].view(torch.float8_e4m3fn).to(torch.bfloat16))
+    assert all(is_compiled for _, is_compiled in parts), parts
+    packed_weight._compiled.cache_clear()
+
+
 def llama(**quantization: Any) -> Any:
     config = hf.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config.quantization_config = quantization

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.sharding import recompute
@@ -142,6 +143,7 @@ def test_blocks_are_counted_in_each_stack_and_operators_named() -> None:
     for stack in (model.encoder.block, model.decoder.block):
         assert [block.gradient_checkpointing for block in stack] == [n % 2 == 0 for n in range(len(stack))]
     assert recompute.operators_named(("aten::mm",)) == recompute.operators_named(("mm",))
+    assert varlen_attn and torch.ops.torch_attn._varlen_attn.default in recompute.operators_named(("attention",))
     assert set(recompute.operators_named(("mm",))) < set(recompute.operators_named(("matmul",)))
     with pytest.raises(ConfigError, match="no operator 'flash::attention'"):
         recompute.operators_named(("flash::attention",))

@@ -77,6 +77,7 @@ def machine_of(config: LaunchConfig, **known: Any) -> dict[str, Any]:
 FIXED = "--gpu h100-80gb --num-processes 2 --max-length 512 --no-offload-params --reshard-after-forward"
 FIXED += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1 --activation-checkpointing"
 FIXED += " --activation-checkpointing-every-n-layers 2 --no-activation-checkpointing-offload"
+FIXED += " --activation-checkpointing-save-ops attention"
 FIXED += " --gradient-accumulation-steps 3 --per-device-train-batch-size 5"
 OF_LORA = "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager"
 OF_LORA += " --sync-each-batch"
@@ -106,7 +107,7 @@ def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_p
     found, launched = value["recommendation"]["setup"], shlex.split(value["launch"])
     start = launched.index(recipe)
     assert launched[start + 1] == "--config_file"
-    config = LaunchConfig(**{**value["config"], "activation_checkpointing_save_ops": ()})
+    config = LaunchConfig(**{**value["config"], "activation_checkpointing_save_ops": ("attention",)})
     taken = parsed(recipe, launched[start + 3 :], monkeypatch, 2)
     own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
     assert own.loss in (None, found["loss"])

@@ -68,6 +68,9 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     words += ["--gradient-accumulation-steps", str(run["gradient_accumulation_steps"])]
     words += ["--activation-checkpointing"] * sharding["fsdp_activation_checkpointing"]
     words += ["--activation-checkpointing-offload"] * sharding.get("fsdp_activation_checkpointing_offload", False)
+    words += ["--torch-compile"] * run.get("torch_compile", False)
+    if kept := sharding.get("fsdp_activation_checkpointing_save_ops"):
+        words += ["--activation-checkpointing-save-ops", kept]
     words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0

@@ -1,0 +1,179 @@
+"""Documents of packed rows attend by a kernel for lengths that vary. A CPU has none: a loop stands in for it."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, masking_utils
+
+from hf_fsdp_tools import ParallelDims, from_config
+from hf_fsdp_tools.extensions import packed_rows
+from hf_fsdp_tools.extensions.packed_rows import Documents, attend
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
+from tests._checkpoints import full, tiny_config
+from tests._dist import run_cases, run_ranks
+
+LENGTHS = [[5, 1, 10], [16], [9, 7]]
+"""Tokens of the documents in each row."""
+
+
+def positions(lengths: list[list[int]] = LENGTHS) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+
+def varlen(query: Any, key: Any, value: Any, starts: Any, of_keys: Any, longest: int, longest_keys: int, **given: Any):
+    """As `torch.nn.attention.varlen.varlen_attn`: document after document."""
+    assert starts.dtype == torch.int32 and starts is of_keys and longest == longest_keys
+    assert query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    before, after = given["window_size"]
+    assert after == 0 and longest == starts.diff().max() and starts[-1] == len(query)
+    parts = []
+    for first, last in pairwise(starts.tolist()):
+        own = [each[first:last].transpose(0, 1)[None] for each in (query, key, value)]
+        sees = torch.ones(last - first, last - first, dtype=torch.bool).tril()
+        sees = sees if before < 0 else sees & ~sees.tril(-before - 1)
+        part = scaled_dot_product_attention(*own, attn_mask=sees, scale=given["scale"], enable_gqa=True)
+        parts.append(part[0].transpose(0, 1))
+    varlen.calls += 1
+    return torch.cat(parts)
+
+
+varlen.calls = 0
+
+
+def described(kind: str, name: str, **given: Any) -> Any:
+    config = tiny_config(kind)
+    config._attn_implementation = name
+    for key in ("sliding_window", "attention_chunk_size"):
+        if hasattr(config, key):
+            setattr(config, key, 4)
+    make = {
+        "llama": masking_utils.create_causal_mask,
+        "mistral": masking_utils.create_sliding_window_causal_mask,
+        "llama4_text": masking_utils.create_chunked_causal_mask,
+    }[kind]
+    rows = torch.zeros(len(LENGTHS), 16, config.hidden_size)
+    return make(config=config, inputs_embeds=rows, **{"attention_mask": None, "past_key_values": None, **given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts", "window"),
+    [
+        ("llama", [0, 5, 6, 16, 32, 41, 48], None),
+        ("mistral", [0, 5, 6, 16, 32, 41, 48], 4),
+        ("llama4_text", [0, 4, 5, 6, 10, 14, 16, 20, 24, 28, 32, 36, 40, 41, 45, 48], None),
+    ],
+)
+def test_a_mask_is_a_list_of_documents(kind, starts, window):
+    made = described(kind, "sdpa|documents", position_ids=positions())
+    assert isinstance(made, Documents) and made.starts.tolist() == starts and made.window == window
+    assert made.longest == max(last - first for first, last in pairwise(starts))
+    again = masking_utils.sdpa_mask(3, 16, 16, mask_function=made.mask_function(3, 16), allow_is_causal_skip=False)
+    assert torch.equal(again, described(kind, "sdpa", position_ids=positions()))
+
+
+def test_what_is_no_list_of_documents_stays_a_mask():
+    blocks = torch.full((3, 16), -1)
+    blocks[1, 3:7] = 0  # tokens of an image see each other
+    padding = torch.ones(3, 16)
+    padding[1, 12:] = 0
+    sees_more = {"or_mask_function": lambda row, head, q, kv: (q < 3) & (kv < 3)}
+    whole = positions([[16]] * 3)
+    others = [{"attention_mask": padding}, {"block_sequence_ids": blocks}, sees_more, {"position_ids": whole}]
+    for given in others:
+        made = described("llama", "sdpa|documents", **given)
+        expected = described("llama", "sdpa", **given)
+        assert made is expected is None or torch.equal(made, expected), given
+    assert described("llama", "sdpa|documents") is None, "rows of one document are causal without a mask"
+    with torch.device("meta"):
+        assert described("mistral", "sdpa|documents").is_meta, "no value can be read"
+
+
+@pytest.mark.parametrize("case", ["fp32", "wide heads", "dropout"])
+def test_what_the_kernel_lacks_is_computed_by_others(case):
+    width = 264 if case == "wide heads" else 8
+    query, key, value = (torch.randn(3, heads, 16, width) for heads in (4, 2, 2))
+    dtypes = (torch.bfloat16,) if case == "fp32" else (torch.float32,)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    documents = described("mistral", "sdpa|documents", position_ids=positions())
+    mask = described("mistral", "sdpa", position_ids=positions())
+    found = []
+    with torch.compiler.set_stance("force_eager"), patch.multiple(packed_rows, varlen_attn=None, _DTYPES=dtypes):
+        for given in (documents, mask):
+            torch.manual_seed(0)
+            dropout = 0.5 * (case == "dropout")  # flex_attention has no backward pass on CPUs
+            found.append(attend(module, query, key, value, given, dropout=dropout, scaling=0.3)[0])
+    torch.testing.assert_close(*found)
+
+
+def plain(kind: str, dtype: torch.dtype) -> Any:
+    config = tiny_config(kind)
+    for key in ("sliding_window", "attention_chunk_size"):
+        if isinstance(getattr(config, key, None), int):
+            setattr(config, key, 4)
+    config.attention_dropout = 0.0
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def gradients_are_those_of_masks(kind, dtype=torch.float32, cp_size=1, **options):
+    """Loss and gradients beside the same model's with masks, which is not sharded."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (3, 16), generator=generator)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions(), "use_cache": False}
+    one = plain(kind, dtype)
+    expected = one(**batch).loss
+    expected.backward()
+    mesh, model = ParallelDims(cp_size=cp_size).build_mesh("cpu"), plain(kind, dtype)
+    dtypes = (torch.float32, torch.bfloat16)
+    with (
+        patch.object(packed_rows, "has_kernel", lambda device_type: True),
+        patch.object(packed_rows, "varlen_attn", varlen),
+        patch.object(packed_rows, "_DTYPES", dtypes),
+    ):
+        shard_model(model, make_wrap_plan(model), mesh=mesh, **options)
+        before = varlen.calls
+        loss = model(**batch).loss
+        loss.backward()
+        layers = model.config.num_hidden_layers
+        assert varlen.calls - before == layers * (1 + ("activation_checkpointing" in options)), varlen.calls - before
+    near = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(loss.detach(), expected.detach(), **near)
+    for (name, own), other in zip(model.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(full(own.grad), other.grad, msg=lambda text, name=name: f"{name}: {text}", **near)
+
+
+def others_stay_as_they_are():
+    with patch.object(packed_rows, "has_kernel", lambda device_type: True):
+        for kind, given, name in (
+            ("llama", {}, "sdpa|documents"),
+            ("llama", {"attn_implementation": "sdpa"}, "sdpa"),
+            ("llama", {"attn_implementation": "eager"}, "eager"),
+            ("gpt_oss", {}, "eager"),
+            ("bert", {}, "sdpa"),
+        ):
+            model = from_config(tiny_config(kind), seed=0, **given)
+            assert model.config._attn_implementation == name, (kind, given, model.config._attn_implementation)
+        assert "sdpa" not in from_config(tiny_config("llama"), seed=0).config.to_json_string()
+        heads = plain("llama", torch.float32)
+        heads.config.num_attention_heads = 3  # which two ranks of a row cannot divide
+        assert not packed_rows.configs_of_documents(heads, 2)
+    assert (
+        dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
+    )
+
+
+@pytest.mark.shows("activation checkpointing", "packed rows")
+@pytest.mark.shows("bf16", "packed rows")
+def test_gradients_are_those_of_masks():
+    kinds = {"llama": {"activation_checkpointing": True}, "gemma3_text": {}, "deepseek_v3": {}, "llama4_text": {}}
+    cases = {kind: partial(gradients_are_those_of_masks, kind, **options) for kind, options in kinds.items()}
+    cases["bf16"] = partial(gradients_are_those_of_masks, "llama", torch.bfloat16)
+    cases["cp"] = partial(gradients_are_those_of_masks, "gemma3_text", cp_size=2, activation_checkpointing=True)
+    run_ranks(run_cases, 2, cases | {"others": others_stay_as_they_are})
