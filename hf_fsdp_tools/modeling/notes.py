@@ -33,6 +33,8 @@ class Note:
     """torchao's config of a linear layer that computes in FP8."""
     rows: Any = None
     """The `Rows` of an attention module under context parallelism."""
+    takes_whole_rows: bool = False
+    """Whether such a module, or what follows the blocks of a decoder, was seen not to run on a part of a row."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """(mesh, placements) of each weight that is divided among ranks before it is sharded."""
     style: Any = None

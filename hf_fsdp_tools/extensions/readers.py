@@ -1,0 +1,333 @@
+"""Modules that read other tokens than the one they compute: how they run where each rank has a part of every row.
+
+A module is known as a reader by its look: it is given a mask or a cache, it calls transformers' attention functions, or
+it has a convolution. Where its code calls functions that are known here, two all-to-alls around each call exchange a
+part of the sequence with all heads for the whole sequence with a part of the heads, and back (Ulysses, arXiv
+2309.14509; of convolutions and state spaces, channels), so that its own code and kernels run on whole rows. Any other
+reader is given whole rows on every rank of the group, each of which keeps its part of what comes out.
+"""
+
+import dis
+import inspect
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.rows import Rows, of_tokens
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+
+_WITH_ANY_MASK = ("eager", "sdpa")
+"""Attention functions that take a mask of any values: they can attend from a part of a row to the whole row."""
+
+_SUFFIX = "|context_parallel"
+"""Ends the names of attention functions that exchange heads, after the name of the model's own function."""
+
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+_CONVOLUTION = "causal_conv1d_fn"
+_ALONG_ROWS = {
+    _CONVOLUTION: (1, 2),
+    "mamba_selective_scan": (1, 2),
+    "mamba2_chunk_scan": (2, 1),
+    "torch_chunk_gated_delta_rule": (2, 1),
+    "chunk_kimi_delta_attention": (2, 1),
+}
+"""Functions of transformers that run along rows, with the dimensions of heads (or channels) and of tokens."""
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+"""Kernels for a whole module, which then runs in steps, as it does where there is no such kernel."""
+
+
+# ---- finding ----
+
+
+def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[str]]]:
+    """Yield the readers below a module, each with the functions around which so many ranks exchange heads.
+
+    Without functions it is given whole rows; and then a reader around it too, whose own code would mix parts with them.
+    """
+    for child in module.children():
+        inner, functions = list(find_readers(child, size)), _functions(type(child))
+        if takes_cache(child) or functions or _convolutions(child) or _takes(child, "att.*mask"):
+            if (
+                _needs_whole_rows(child, functions, size)
+                or not (functions or inner)
+                or not all(own for _, own in inner)
+            ):
+                yield child, frozenset()
+                continue
+            if functions:
+                yield child, functions
+        yield from inner
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Whether `generate` hands a module what it will read again."""
+    return _takes(module, "past|cache|^mems$|^state$")
+
+
+def _takes(module: nn.Module, pattern: str) -> bool:
+    return any(re.search(pattern, name) for name in _parameters(type(module)))
+
+
+def mixes_tokens_itself(block: nn.Module) -> bool:
+    """Whether a block has a convolution of its own, and not in a module below it."""
+    return bool(_convolutions(block))
+
+
+def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool:
+    if note_of(module).takes_whole_rows or (_convolutions(module) and _CONVOLUTION not in functions):
+        return True
+    if _ATTENTION not in functions:
+        return False
+    config = getattr(module, "config", None)
+    if config is None or len(functions) > 1:
+        return True
+    function = config._attn_implementation.removesuffix(_SUFFIX)
+    return bool(getattr(config, "num_attention_heads", size) % size) and function not in _WITH_ANY_MASK
+
+
+def _convolutions(module: nn.Module) -> list[nn.Module]:
+    """The convolutions of a module along its rows, but those whose own code calls the function known for it."""
+    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    return [each for each in convolutions if each.kernel_size != (1,) and not _functions(type(each))]
+
+
+@cache
+def _functions(kind: Any) -> frozenset[str]:
+    """The names in the code of a class of modules by which it calls functions that are known here."""
+    code = inspect.unwrap(kind.forward).__code__
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return frozenset(names & {_ATTENTION, *_ALONG_ROWS})
+
+
+@cache
+def _parameters(kind: Any) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+# ---- hooks ----
+
+
+def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook | Surgery]:
+    """Yield what lets the readers of blocks run on whole rows; it also finds whether none of them sees later tokens."""
+    readers = {module: functions for block in blocks for module, functions in find_readers(block, rows.size)}
+    rows.is_causal = all(_is_causal(below) for module in readers for below in module.modules())
+    copies: dict[int, Any] = {}
+    for module, functions in readers.items():
+        if _ATTENTION in functions:
+            yield _Exchange(module, rows, copies)
+        elif functions:
+            known = inspect.unwrap(type(module).forward).__globals__
+            own = {name: partial(_of_part_of_heads, inner=known[name], name=name, rows=rows) for name in functions}
+            own |= {name: _no_kernel for name in _FUSED if name in known}
+            yield Hook(module, Phase.CONTEXT, partial(_called_instead, known, own, rows))
+            yield Hook(module, Phase.ROWS, partial(_cut_masks, rows=rows))
+        else:
+            yield Hook(module, Phase.ROWS, partial(_join_inputs, rows=rows))
+            yield Hook(module, Phase.WHOLE, partial(_cut_outputs, rows=rows))
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", getattr(module, "is_decoder", True)))
+
+
+def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+    """Whole rows for a reader, without padding: indexers choose others of equal scores in longer rows.
+
+    Masks are whole already, and so are the positions that its block was given.
+    """
+
+    def whole(name: str, value: Any) -> Any:
+        if name == "position_ids" and value is not None and rows.position_ids is not None:
+            value = rows.position_ids
+        elif "mask" not in name:
+            value = of_tokens(name, value, rows.part_length, rows.whole)
+        return _unpadded(name, value, rows) if rows.length % rows.size else value
+
+    if not rows.is_cut:
+        return args, kwargs
+    names = _parameters(type(module))
+    return (
+        tuple(whole(name, value) for name, value in zip(names, args, strict=False)),
+        {name: whole(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _unpadded(name: str, value: Any, rows: Rows) -> Any:
+    """An argument of whole rows without their padded end: of its tokens, or of all dimensions of a mask or a bias."""
+    padded = rows.part_length * rows.size
+    cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length))
+    if (cut is not value and "mask" not in name) or not isinstance(value, torch.Tensor):
+        return cut
+    for dim in range(1, cut.dim()):
+        cut = cut.narrow(dim, 0, rows.length) if cut.shape[dim] == padded else cut
+    return cut
+
+
+def _cut_outputs(module: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
+    """This rank's part of what a reader made of whole rows, of which it alone gets gradients."""
+    missing = -rows.length % rows.size
+
+    def part(whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return rows.part(nn.functional.pad(whole, (0, 0) * (whole.dim() - dim - 1) + (0, missing)), dim)
+
+    return of_tokens("", output, rows.length, part) if rows.is_cut else output
+
+
+# ---- convolutions and recurrences ----
+
+
+@contextmanager
+def _called_instead(known: dict[str, Any], own: Mapping[str, Any], rows: Rows) -> Iterator[None]:
+    """A forward pass of a module whose code calls these functions by their names in its file."""
+    former = {name: known[name] for name in own}
+    known.update(own if rows.is_cut else {})
+    try:
+        yield
+    finally:
+        known.update(former)
+
+
+def _no_kernel(*args: object, **kwargs: object) -> None:
+    """What transformers' function for a fused kernel gives where there is none."""
+
+
+def _cut_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+    """Of masks with a value for each token, those of this rank's tokens."""
+    if rows.is_cut:
+        length = rows.part_length * rows.size
+        kwargs = {n: of_tokens(n, v, length, rows.part) if "mask" in n else v for n, v in kwargs.items()}
+    return args, kwargs
+
+
+def _of_part_of_heads(*args: Any, inner: Any, name: str, rows: Rows, **kwargs: Any) -> Any:
+    """A function that runs along rows, with a part of the heads on each rank.
+
+    What has fewer heads is of groups of heads if heads come last, and of all channels if tokens do; vectors and
+    matrices that begin with the heads are weights.
+    """
+    heads, tokens = _ALONG_ROWS[name]
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    of_heads = [value for value in given if value.dim() > 2 and value.shape[tokens] == rows.part_length]
+    most = max(value.shape[heads] for value in of_heads)
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if any(value is each for each in of_heads):
+            if value.shape[heads] != most and tokens > heads:
+                return rows.whole(value, tokens)
+            copies = rows.size // math.gcd(value.shape[heads], rows.size)
+            if most % (value.shape[heads] * copies):
+                raise ConfigError(f"{most} heads cannot be divided among {rows.size} ranks")
+            value = value.repeat_interleave(copies, heads) if copies > 1 else value
+            return rows.exchange(value, cut=heads, join=tokens)
+        if value.dim() == 2 and value.shape[1] == rows.part_length and not value.is_floating_point():
+            return rows.whole(value, 1)  # to which document a token belongs
+        return rows.part(value, 0) if 0 < value.dim() < 3 and value.shape[0] == most else value
+
+    result = inner(*map(own, args), **{key: own(value) for key, value in kwargs.items()})
+    output, *others = result if isinstance(result, tuple) else (result,)
+    output = rows.exchange(output, cut=tokens, join=heads)
+    return (output, *others) if isinstance(result, tuple) else output
+
+
+# ---- attention ----
+
+
+class _Exchange:
+    """Lets an attention module look up the function that exchanges heads around its own one, until it is removed.
+
+    The module gets a copy of its config with the name of that function: the model makes masks by its own config.
+    """
+
+    def __init__(self, attention: Any, rows: Rows, copies: dict[int, Any]) -> None:
+        self._attention, self._config = attention, attention.config
+        name = self._config._attn_implementation.removesuffix(_SUFFIX)  # of a copied model
+        AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
+        add_to_note(attention, rows=rows)
+        attention.config = copies.setdefault(id(self._config), copy(self._config))
+        attention.config._attn_implementation_internal = name + _SUFFIX
+
+    def remove(self) -> None:
+        """Give the module its own config back."""
+        add_to_note(self._attention, rows=None)
+        self._attention.config = self._config
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *args: Any,
+    inner: str,
+    **kwargs: Any,
+) -> Any:
+    """Attention of whole rows with a part of the heads, in place of a part of the rows with all heads.
+
+    Queries, keys and values are (batch, heads, tokens, width); the result is (batch, tokens, heads, width).
+    """
+    functions = inspect.unwrap(type(module).forward).__globals__
+    attend = functions["ALL_ATTENTION_FUNCTIONS"].get(inner, functions.get("eager_attention_forward"))
+    rows: Rows | None = note_of(module).rows
+    if rows is None or not rows.is_cut:
+        return attend(module, query, key, value, attention_mask, *args, **kwargs)
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = rows.position_ids
+    heads, groups = query.shape[1], key.shape[1]
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: with cp_size {rows.size} "
+            "only attention of a row to itself is possible."
+        )
+    if heads % rows.size:
+        key, value = (rows.whole(tensor, 2) for tensor in (key, value))
+        attention_mask = _mask_of_part(module, query, attention_mask, rows, is_added=inner == "eager")
+        return attend(module, query, key, value, attention_mask, *args, **kwargs)
+    if copies := rows.size // math.gcd(groups, rows.size) - 1:  # fewer key heads than ranks: each to several
+        key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
+    query, key, value = (rows.exchange(tensor, cut=1, join=2) for tensor in (query, key, value))
+    own = slice(rows.rank * heads // rows.size, (rows.rank + 1) * heads // rows.size)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] == heads:
+        attention_mask = attention_mask[:, own]
+    kwargs = {name: _of_heads(value, heads, own) for name, value in kwargs.items()}
+    seen = _OfHeads(module, heads, own, num_key_value_groups=query.shape[1] // key.shape[1])
+    output, _ = attend(seen, query, key, value, attention_mask, *args, **kwargs)
+    return rows.exchange(output, cut=1, join=2), None
+
+
+def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is_added: bool) -> Any:
+    """The rows of a mask that are of this rank's tokens; the causal one where the model leaves it to the function."""
+    if isinstance(mask, torch.Tensor):
+        return rows.part(mask, -2) if mask.shape[-2] > 1 else mask
+    if not getattr(module, "is_causal", False):
+        return None
+    length = query.shape[2] * rows.size
+    mask = rows.part(torch.ones(length, length, dtype=torch.bool, device=query.device).tril(), 0)[None, None]
+    return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype) if is_added else mask
+
+
+def _of_heads(value: Any, heads: int, own: slice) -> Any:
+    """The values of some heads, of a vector with one value per head (sinks)."""
+    return value[own] if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == heads else value
+
+
+class _OfHeads:
+    """An attention module as its function sees it that computes some of the heads."""
+
+    def __init__(self, module: nn.Module, heads: int, own: slice, **replaced: Any) -> None:
+        self.__dict__ |= {"_module": module, "_heads": heads, "_own": own, **replaced}
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_heads(getattr(self._module, name), self._heads, self._own)
