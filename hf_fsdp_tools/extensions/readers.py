@@ -11,26 +11,21 @@ import dis
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.rows import Rows, of_tokens
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 
 _WITH_ANY_MASK = ("eager", "sdpa")
 """Attention functions that take a mask of any values: they can attend from a part of a row to the whole row."""
-
-_SUFFIX = "|context_parallel"
-"""Ends the names of attention functions that exchange heads, after the name of the model's own function."""
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 _CONVOLUTION = "causal_conv1d_fn"
@@ -55,7 +50,7 @@ def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[
     Without functions it is given whole rows; and then a reader around it too, whose own code would mix parts with them.
     """
     for child in module.children():
-        inner, functions = list(find_readers(child, size)), _functions(type(child))
+        inner, functions = list(find_readers(child, size)), _functions(type(child).forward)
         if takes_cache(child) or functions or _convolutions(child) or _takes(child, "att.*mask"):
             if (
                 _needs_whole_rows(child, functions, size)
@@ -75,7 +70,7 @@ def takes_cache(module: nn.Module) -> bool:
 
 
 def _takes(module: nn.Module, pattern: str) -> bool:
-    return any(re.search(pattern, name) for name in _parameters(type(module)))
+    return any(re.search(pattern, name) for name in _parameters(type(module).forward))
 
 
 def mixes_tokens_itself(block: nn.Module) -> bool:
@@ -91,27 +86,27 @@ def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool
     config = getattr(module, "config", None)
     if config is None or len(functions) > 1:
         return True
-    function = config._attn_implementation.removesuffix(_SUFFIX)
+    function = config._attn_implementation
     return bool(getattr(config, "num_attention_heads", size) % size) and function not in _WITH_ANY_MASK
 
 
 def _convolutions(module: nn.Module) -> list[nn.Module]:
     """The convolutions of a module along its rows, but those whose own code calls the function known for it."""
     convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
-    return [each for each in convolutions if each.kernel_size != (1,) and not _functions(type(each))]
+    return [each for each in convolutions if each.kernel_size != (1,) and not _functions(type(each).forward)]
 
 
 @cache
-def _functions(kind: Any) -> frozenset[str]:
-    """The names in the code of a class of modules by which it calls functions that are known here."""
-    code = inspect.unwrap(kind.forward).__code__
+def _functions(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names in the code of a module by which it calls functions that are known here."""
+    code = inspect.unwrap(forward).__code__
     names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     return frozenset(names & {_ATTENTION, *_ALONG_ROWS})
 
 
 @cache
-def _parameters(kind: Any) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 # ---- hooks ----
@@ -121,19 +116,26 @@ def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook |
     """Yield what lets the readers of blocks run on whole rows; it also finds whether none of them sees later tokens."""
     readers = {module: functions for block in blocks for module, functions in find_readers(block, rows.size)}
     rows.is_causal = all(_is_causal(below) for module in readers for below in module.modules())
-    copies: dict[int, Any] = {}
+    of_files: dict[int, dict[str, Any]] = {}
     for module, functions in readers.items():
-        if _ATTENTION in functions:
-            yield _Exchange(module, rows, copies)
-        elif functions:
-            known = inspect.unwrap(type(module).forward).__globals__
-            own = {name: partial(_of_part_of_heads, inner=known[name], name=name, rows=rows) for name in functions}
-            own |= {name: _no_kernel for name in _FUSED if name in known}
-            yield Hook(module, Phase.CONTEXT, partial(_called_instead, known, own, rows))
-            yield Hook(module, Phase.ROWS, partial(_cut_masks, rows=rows))
-        else:
+        if not functions:
             yield Hook(module, Phase.ROWS, partial(_join_inputs, rows=rows))
             yield Hook(module, Phase.WHOLE, partial(_cut_outputs, rows=rows))
+            continue
+        known = inspect.unwrap(type(module).forward).__globals__
+        own = of_files.setdefault(id(known), _of_part_of_heads_in(known, rows))
+        yield Hook(module, Phase.CONTEXT, partial(_called_instead, known, own, rows))
+        if _ATTENTION not in functions:
+            yield Hook(module, Phase.ROWS, partial(_cut_masks, rows=rows))
+
+
+def _of_part_of_heads_in(known: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+    """What is called in place of the functions that are known here, by the names that a file has of these."""
+    own: dict[str, Any] = {
+        name: partial(_along_rows, inner=known[name], name=name, rows=rows) for name in _ALONG_ROWS if name in known
+    }
+    own |= {name: _no_kernel for name in _FUSED if name in known}
+    return own | ({_ATTENTION: _Attentions(known[_ATTENTION], rows)} if _ATTENTION in known else {})
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -155,7 +157,7 @@ def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     if not rows.is_cut:
         return args, kwargs
-    names = _parameters(type(module))
+    names = _parameters(type(module).forward)
     return (
         tuple(whole(name, value) for name, value in zip(names, args, strict=False)),
         {name: whole(name, value) for name, value in kwargs.items()},
@@ -165,7 +167,7 @@ def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _unpadded(name: str, value: Any, rows: Rows) -> Any:
     """An argument of whole rows without their padded end: of its tokens, or of all dimensions of a mask or a bias."""
     padded = rows.part_length * rows.size
-    cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length))
+    cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length).contiguous())
     if (cut is not value and "mask" not in name) or not isinstance(value, torch.Tensor):
         return cut
     for dim in range(1, cut.dim()):
@@ -183,9 +185,6 @@ def _cut_outputs(module: nn.Module, args: object, output: Any, *, rows: Rows) ->
     return of_tokens("", output, rows.length, part) if rows.is_cut else output
 
 
-# ---- convolutions and recurrences ----
-
-
 @contextmanager
 def _called_instead(known: dict[str, Any], own: Mapping[str, Any], rows: Rows) -> Iterator[None]:
     """A forward pass of a module whose code calls these functions by their names in its file."""
@@ -195,6 +194,9 @@ def _called_instead(known: dict[str, Any], own: Mapping[str, Any], rows: Rows) -
         yield
     finally:
         known.update(former)
+
+
+# ---- convolutions and recurrences ----
 
 
 def _no_kernel(*args: object, **kwargs: object) -> None:
@@ -209,7 +211,7 @@ def _cut_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return args, kwargs
 
 
-def _of_part_of_heads(*args: Any, inner: Any, name: str, rows: Rows, **kwargs: Any) -> Any:
+def _along_rows(*args: Any, inner: Any, name: str, rows: Rows, **kwargs: Any) -> Any:
     """A function that runs along rows, with a part of the heads on each rank.
 
     What has fewer heads is of groups of heads if heads come last, and of all channels if tokens do; vectors and
@@ -244,24 +246,22 @@ def _of_part_of_heads(*args: Any, inner: Any, name: str, rows: Rows, **kwargs: A
 # ---- attention ----
 
 
-class _Exchange:
-    """Lets an attention module look up the function that exchanges heads around its own one, until it is removed.
+class _Attentions:
+    """Transformers' attention functions as the code of a module looks them up, each with a part of the heads."""
 
-    The module gets a copy of its config with the name of that function: the model makes masks by its own config.
-    """
+    def __init__(self, known: Any, rows: Rows) -> None:
+        self._known, self._rows = known, rows
 
-    def __init__(self, attention: Any, rows: Rows, copies: dict[int, Any]) -> None:
-        self._attention, self._config = attention, attention.config
-        name = self._config._attn_implementation.removesuffix(_SUFFIX)  # of a copied model
-        AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
-        add_to_note(attention, rows=rows)
-        attention.config = copies.setdefault(id(self._config), copy(self._config))
-        attention.config._attn_implementation_internal = name + _SUFFIX
+    def get_interface(self, name: str, *default: Any) -> Any:
+        """The function of a name, or the file's own one."""
+        return partial(_attend, inner=self._known.get_interface(name, *default), name=name, rows=self._rows)
 
-    def remove(self) -> None:
-        """Give the module its own config back."""
-        add_to_note(self._attention, rows=None)
-        self._attention.config = self._config
+    def get(self, name: str, *default: Any) -> Any:
+        """As `get_interface`."""
+        return partial(_attend, inner=self._known.get(name, *default), name=name, rows=self._rows)
+
+    def __getitem__(self, name: str) -> Any:
+        return partial(_attend, inner=self._known[name], name=name, rows=self._rows)
 
 
 def _attend(
@@ -271,18 +271,15 @@ def _attend(
     value: torch.Tensor,
     attention_mask: Any,
     *args: Any,
-    inner: str,
+    inner: Callable[..., Any],
+    name: str,
+    rows: Rows,
     **kwargs: Any,
 ) -> Any:
     """Attention of whole rows with a part of the heads, in place of a part of the rows with all heads.
 
     Queries, keys and values are (batch, heads, tokens, width); the result is (batch, tokens, heads, width).
     """
-    functions = inspect.unwrap(type(module).forward).__globals__
-    attend = functions["ALL_ATTENTION_FUNCTIONS"].get(inner, functions.get("eager_attention_forward"))
-    rows: Rows | None = note_of(module).rows
-    if rows is None or not rows.is_cut:
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = rows.position_ids
     heads, groups = query.shape[1], key.shape[1]
@@ -293,8 +290,8 @@ def _attend(
         )
     if heads % rows.size:
         key, value = (rows.whole(tensor, 2) for tensor in (key, value))
-        attention_mask = _mask_of_part(module, query, attention_mask, rows, is_added=inner == "eager")
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
+        attention_mask = _mask_of_part(module, query, attention_mask, rows, is_added=name == "eager")
+        return inner(module, query, key, value, attention_mask, *args, **kwargs)
     if copies := rows.size // math.gcd(groups, rows.size) - 1:  # fewer key heads than ranks: each to several
         key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
     query, key, value = (rows.exchange(tensor, cut=1, join=2) for tensor in (query, key, value))
@@ -303,7 +300,7 @@ def _attend(
         attention_mask = attention_mask[:, own]
     kwargs = {name: _of_heads(value, heads, own) for name, value in kwargs.items()}
     seen = _OfHeads(module, heads, own, num_key_value_groups=query.shape[1] // key.shape[1])
-    output, _ = attend(seen, query, key, value, attention_mask, *args, **kwargs)
+    output, _ = inner(seen, query, key, value, attention_mask, *args, **kwargs)
     return rows.exchange(output, cut=1, join=2), None
 
 
