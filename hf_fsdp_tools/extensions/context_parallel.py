@@ -57,7 +57,7 @@ def _refusal(model: nn.Module, size: int) -> str:
     if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss ({model.loss_type}) is not that of the next token"
     if _with_loss(model) is None:
-        return "its loss is computed by code of its own, and not by transformers' loss_function"
+        return "its loss is not that of its words alone, by transformers' loss_function"
     blocks = _blocks(model)
     if not blocks:
         return "no stack of blocks was found in its decoder"
@@ -70,13 +70,14 @@ def _refusal(model: nn.Module, size: int) -> str:
 
 
 def _with_loss(model: nn.Module) -> Any:
-    """The model whose own code computes the loss: one inside that has a head of its own, or the model; None if neither
-    calls transformers' function for it."""
+    """The model whose own code computes the loss: the given one, or one in it that has a head of its own; None if
+    neither calls transformers' function for it, or hands it whole rows of words."""
     inner = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.get_output_embeddings()]
-    if not any(part is not model for part in inner):
-        return model
-    codes = {part: inspect.unwrap(type(part).forward).__code__.co_names for part in (model, *inner)}
-    return next((part for part, names in codes.items() if "loss_function" in names), None)
+    names = {part: inspect.unwrap(type(part).forward).__code__.co_names for part in (model, *inner)}
+    if all(part is model for part in inner):
+        return None if "CrossEntropyLoss" in names[model] else model
+    takes_words = getattr(model, "main_input_name", "") == "input_ids"
+    return next((part for part in names if takes_words and "loss_function" in names[part]), None)
 
 
 def _tried(model: nn.Module, size: int) -> str:
