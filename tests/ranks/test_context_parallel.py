@@ -35,6 +35,12 @@ KINDS = {  # with what attention is beside full causal attention
     "gemma2": "soft caps",
     "llama4_text": "chunks",
     "three heads": "keys and values gathered, as the ranks do not divide the heads",
+    "qwen3_next": "a convolution and a delta rule, whose heads are exchanged",
+    "mamba2": "a state space of one group of heads",
+    "mamba": "a state space of channels",
+    "deepseek_v32": "an indexer, which is given whole rows as the attention around it",
+    "bloom": "attention that is not in transformers' registry",
+    "gpt2": "a decoder that needs whole rows after its blocks",
 }
 OPTIONS = {
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
@@ -168,22 +174,27 @@ def bytes_follow_the_formula():
     assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
 
 
+def whole_rows_cost_what_is_said():
+    """A reader without known functions gathers its inputs, and sends its gradients back; nothing else is gathered."""
+    model = sharded_copy("bloom", ParallelDims(cp_size=2))
+    with calls_of(context_parallel.Rows, "whole", lambda _, rows, tensor, dim: tensor.numel()) as sent:
+        model(**rows_of("whole", 0)).loss.backward()
+    tokens = 2 * -(-LENGTH // 2)
+    assert sum(sent) == model.config.num_hidden_layers * 2 * tokens * model.config.hidden_size  # states, and a residual
+
+
 def what_cannot_share_rows_is_refused():
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
     next_words = AutoModelForCausalLM
     for kind, auto, match in (
-        ("qwen3_next", next_words, "mixes tokens by a convolution or a recurrence"),
-        ("mamba", next_words, "convolution"),
-        ("bloom", next_words, "does not call an attention function"),
+        ("xlnet", next_words, "not that of its words alone"),
+        ("xlm", next_words, r"attentions.0 .MultiHeadAttention. reads other tokens in its own code"),
         ("t5", AutoModelForSeq2SeqLM, "not a decoder"),
         ("qwen3", AutoModelForSequenceClassification, r"ForSequenceClassification. is not that of the next token"),
     ):
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
-    model = AutoModelForCausalLM.from_config(plain("three heads").config, attn_implementation="flex_attention")
-    with pytest.raises(ConfigError, match=r"3 attention heads of layers.0 cannot be .* as flex_attention needs"):
-        shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 
 def memory_falls_with_the_ranks():
@@ -257,6 +268,7 @@ ROWS = ["whole", "packed", "padded"]
 def few(kinds, rows, layouts, are_recomputed):
     """Every kind of rows with full causal attention; of other attention those that have a mask of their own."""
     others = in_turn(["gpt_oss", "deepseek_v3", "three heads"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others += in_turn(list(kinds)[-6:], rows, layouts[:1], are_recomputed)
     return [
         *in_turn(kinds[:1], rows, layouts[:1], are_recomputed),
         *others,
@@ -317,6 +329,7 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
         "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
         "leaks": a_leak_would_be_seen,
         "bytes": bytes_follow_the_formula,
+        "bytes of whole rows": whole_rows_cost_what_is_said,
         "refusals": what_cannot_share_rows_is_refused,
         "different rows": different_rows_are_one_error,
         "memory": memory_falls_with_the_ranks,

@@ -1,0 +1,74 @@
+"""Which modules of a block read other tokens, and around which functions ranks that share rows exchange heads there."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools.extensions.context_parallel import check_rows
+from hf_fsdp_tools.extensions.readers import find_readers, mixes_tokens_itself
+from hf_fsdp_tools.extensions.rows import of_tokens
+from tests._checkpoints import tiny_config
+
+ATTENTION, CONVOLUTION = "ALL_ATTENTION_FUNCTIONS", "causal_conv1d_fn"
+
+
+def readers_of(kind: str, attn_implementation: str | None = None, **options: int) -> dict[str, set[str]]:
+    config = tiny_config(kind)
+    config.update(options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    check_rows(model, 2)
+    blocks = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
+    found = [reader for block in blocks for reader in find_readers(block, 2)]
+    return {type(module).__name__: set(functions) for module, functions in found}
+
+
+def test_heads_are_exchanged_around_the_functions_that_are_known():
+    assert readers_of("qwen3_next") == {
+        "Qwen3NextGatedDeltaNet": {CONVOLUTION, "torch_chunk_gated_delta_rule"},
+        "Qwen3NextAttention": {ATTENTION},
+    }
+    assert readers_of("bert") == {"BertSelfAttention": {ATTENTION}}, "and not the module around it"
+
+
+def test_whole_rows_are_for_what_is_not_known_and_for_the_readers_around_it():
+    assert readers_of("bloom") == {"BloomAttention": set()}
+    assert readers_of("deepseek_v32") == {"DeepseekV32Attention": set()}, "it has an indexer"
+    assert readers_of("doge") == {"DogeAttention": set()}, "it was seen not to run on a part of a row"
+
+
+def test_heads_that_ranks_do_not_divide_need_any_mask_or_whole_rows():
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16}
+    assert readers_of("llama", "sdpa", **three) == {"LlamaAttention": {ATTENTION}}
+    assert readers_of("llama", "flex_attention", **three) == {"LlamaAttention": set()}
+
+
+class Smoothing(nn.Module):
+    """Mixes tokens by a convolution, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 3)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.narrow(hidden_states.mT)).mT
+
+
+def test_a_convolution_reads_other_tokens():
+    smoothing = Smoothing()
+    assert list(find_readers(nn.Sequential(nn.Linear(4, 4), smoothing), 2)) == [(smoothing, frozenset())]
+    assert mixes_tokens_itself(smoothing)
+    smoothing.wide = smoothing.narrow
+    assert not mixes_tokens_itself(smoothing) and not list(find_readers(nn.Sequential(smoothing), 2))
+
+
+def test_only_what_belongs_to_tokens_is_changed():
+    hidden, angles, filled = torch.zeros(2, 6, 4), torch.zeros(1, 1, 6, 4), {"layer": torch.zeros(2, 4, 6)}
+
+    def half(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.narrow(dim, 0, 3)
+
+    assert of_tokens("hidden_states", (hidden, None), 6, half)[0].shape == (2, 3, 4)
+    assert of_tokens("hidden_states", torch.zeros(4, 2, 6, 8), 6, half).shape == (4, 2, 3, 8)
+    assert of_tokens("position_embeddings", [angles], 6, half)[0].shape == (1, 1, 3, 4)
+    assert of_tokens("shared_kv_states", filled, 6, half) is filled, "the model fills it while it runs"
