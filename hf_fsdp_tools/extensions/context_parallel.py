@@ -26,7 +26,13 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.readers import find_readers, hooks_of_readers, mixes_tokens_itself, takes_cache
+from hf_fsdp_tools.extensions.readers import (
+    find_readers,
+    hooks_of_readers,
+    may_read_keys,
+    mixes_tokens_itself,
+    takes_cache,
+)
 from hf_fsdp_tools.extensions.rows import Rows, of_tokens
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
@@ -83,13 +89,19 @@ def _with_loss(model: nn.Module) -> Any:
 def _tried(model: nn.Module, size: int) -> str:
     """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does.
 
-    Readers, and what follows the blocks of a decoder, are noted to take whole rows where they run on nothing else.
+    How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
     """
     twin = copy_on_meta(model)
     if (run := _running(twin, 4 * size)) is None:  # values decide what it computes (images), so nothing can be said
         return ""
     names = {module: name for name, module in twin.named_modules()}
+    readers = {module: way for block in _blocks(twin).values() for module, way in find_readers(block, size)}
+    found = [module for module, way in readers.items() if not way and may_read_keys(module, way)]
+    way = "keys"
     while True:
+        for module in found:
+            for each in (module, model.get_submodule(names[module])):
+                add_to_note(each, reads=way)
         rows = Rows(None, 0, size)
         install(twin, _made(twin, rows))
         try:
@@ -97,17 +109,15 @@ def _tried(model: nn.Module, size: int) -> str:
         except Exception as error:
             selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
             running = [each for each in selves if isinstance(each, nn.Module) and each in names]
-            if not (found := _runs_on_whole_rows(twin, running, rows)):
+            found, way = _other_way(twin, running, rows)
+            if not found:
                 where = f"{names[running[-1]]} ({type(running[-1]).__name__})" if running else "it"
                 return f"{where} does not run on a part of a row ({first_line(error)})"
             remove_hooks(twin)
-            for module in found:
-                for each in (module, model.get_submodule(names[module])):
-                    add_to_note(each, takes_whole_rows=True)
-            continue
-        if not rows.reached_blocks:
-            return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
-        return ""
+        else:
+            if not rows.reached_blocks:
+                return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
+            return ""
 
 
 def _running(twin: nn.Module, length: int) -> Callable[[], None] | None:
@@ -120,15 +130,16 @@ def _running(twin: nn.Module, length: int) -> Callable[[], None] | None:
     return None
 
 
-def _runs_on_whole_rows(twin: Any, running: list[nn.Module], rows: Rows) -> list[nn.Module]:
-    """What may run with whole rows where a model does not with parts, by the modules that were running; or nothing."""
+def _other_way(twin: Any, running: list[nn.Module], rows: Rows) -> tuple[list[nn.Module], str]:
+    """What may run in another way where a model does not run, by the modules that were running; or nothing."""
     blocks = _blocks(twin).values()
-    readers = [module for block in blocks for module, functions in find_readers(block, rows.size) if functions]
-    if failed := next((module for module in running if module in readers), None):
-        return [module for module in readers if type(module) is type(failed)]
+    readers = {module: way for block in blocks for module, way in find_readers(block, rows.size) if way}
+    if (failed := next((module for module in running if module in readers), None)) is not None:
+        alike = [module for module in readers if type(module) is type(failed)]
+        return alike, "keys" if may_read_keys(failed, readers[failed]) else "rows"
     decoder = _decoder(twin)
     is_after = rows.reached_blocks and decoder in running and not any(block in running for block in blocks)
-    return [decoder] if is_after and not note_of(decoder).takes_whole_rows else []
+    return [decoder] if is_after and not note_of(decoder).reads else [], "rows"
 
 
 class ContextParallel(Feature):
@@ -168,7 +179,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
     decoder = _decoder(model)
-    joins_at_end = note_of(decoder).takes_whole_rows
+    joins_at_end = note_of(decoder).reads == "rows"
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
         *hooks_of_readers(blocks, rows),

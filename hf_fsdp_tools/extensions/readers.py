@@ -37,6 +37,8 @@ _ALONG_ROWS = {
     "chunk_kimi_delta_attention": (2, 1),
 }
 """Functions of transformers that run along rows, with the dimensions of heads (or channels) and of tokens."""
+KEYS = frozenset({"past_key_values"})
+"""The argument by which attention is given the keys of whole rows, where its code would not attend from them all."""
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 """Kernels for a whole module, which then runs in steps, as it does where there is no such kernel."""
 
@@ -45,23 +47,32 @@ _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 
 
 def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yield the readers below a module, each with the functions around which so many ranks exchange heads.
+    """Yield the readers below a module, each with the functions around which so many ranks exchange heads, or with the
+    cache that gathers keys.
 
-    Without functions it is given whole rows; and then a reader around it too, whose own code would mix parts with them.
+    With nothing, it is given whole rows; and then a reader around it too, whose own code would mix parts with them.
     """
     for child in module.children():
         inner, functions = list(find_readers(child, size)), _functions(type(child).forward)
         if takes_cache(child) or functions or _convolutions(child) or _takes(child, "att.*mask"):
-            if (
-                _needs_whole_rows(child, functions, size)
-                or not (functions or inner)
-                or not all(own for _, own in inner)
-            ):
+            if note_of(child).reads == "keys":
+                yield child, KEYS
+                continue
+            is_known = bool(functions or inner) and all(way for _, way in inner)
+            if not is_known or _needs_whole_rows(child, functions, size):
                 yield child, frozenset()
                 continue
             if functions:
                 yield child, functions
         yield from inner
+
+
+def may_read_keys(module: Any, way: frozenset[str]) -> bool:
+    """Whether a reader may be tried with the keys of whole rows: attention that takes a cache and any mask."""
+    is_attention = _ATTENTION in _functions(type(module).forward) and hasattr(module, "config")
+    takes_both = {*KEYS, "attention_mask"} <= {*_parameters(type(module).forward)}
+    is_tried = way == KEYS or note_of(module).reads
+    return is_attention and takes_both and not is_tried and module.config._attn_implementation in _WITH_ANY_MASK
 
 
 def takes_cache(module: nn.Module) -> bool:
@@ -79,7 +90,7 @@ def mixes_tokens_itself(block: nn.Module) -> bool:
 
 
 def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool:
-    if note_of(module).takes_whole_rows or (_convolutions(module) and _CONVOLUTION not in functions):
+    if note_of(module).reads or (_convolutions(module) and _CONVOLUTION not in functions):
         return True
     if _ATTENTION not in functions:
         return False
@@ -122,6 +133,9 @@ def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook |
             yield Hook(module, Phase.ROWS, partial(_join_inputs, rows=rows))
             yield Hook(module, Phase.WHOLE, partial(_cut_outputs, rows=rows))
             continue
+        if functions == KEYS:
+            yield Hook(module, Phase.ROWS, partial(_give_keys, rows=rows))
+            continue
         known = inspect.unwrap(type(module).forward).__globals__
         own = of_files.setdefault(id(known), _of_part_of_heads_in(known, rows))
         yield Hook(module, Phase.CONTEXT, partial(_called_instead, known, own, rows))
@@ -136,6 +150,32 @@ def _of_part_of_heads_in(known: Mapping[str, Any], rows: Rows) -> dict[str, Any]
     }
     own |= {name: _no_kernel for name in _FUSED if name in known}
     return own | ({_ATTENTION: _Attentions(known[_ATTENTION], rows)} if _ATTENTION in known else {})
+
+
+class _KeysOfRows:
+    """A cache with the keys of whole rows: those that attention makes of this rank's tokens, and of all others."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def update(self, *states: Any, **options: Any) -> Any:
+        """The states of all tokens, for those of a part: keys and values, or what they are made of."""
+        return tuple(map(self.update_indexer, (each for each in states if isinstance(each, torch.Tensor))))
+
+    def update_indexer(self, keys: torch.Tensor, *layer: Any) -> torch.Tensor:
+        """The keys of an indexer, of all tokens without the padding."""
+        return self._rows.whole(keys, -2).narrow(-2, 0, self._rows.length)
+
+
+def _give_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+    """Let attention run from a part of a row to whole rows, as it does from new tokens to those of a cache."""
+    if not rows.is_cut:
+        return args, kwargs
+    names = _parameters(type(module).forward)
+    given = dict(zip(names, args, strict=False)) | kwargs | {"past_key_values": _KeysOfRows(rows)}
+    is_added = module.config._attn_implementation == "eager"
+    mask = _mask_of_part(module, given[names[0]], given.get("attention_mask"), rows, is_added=is_added)
+    return (), given | {"attention_mask": None if mask is None else mask[..., : rows.length]}
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -310,7 +350,7 @@ def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is
         return rows.part(mask, -2) if mask.shape[-2] > 1 else mask
     if not getattr(module, "is_causal", False):
         return None
-    length = query.shape[2] * rows.size
+    length = rows.part_length * rows.size
     mask = rows.part(torch.ones(length, length, dtype=torch.bool, device=query.device).tril(), 0)[None, None]
     return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype) if is_added else mask
 

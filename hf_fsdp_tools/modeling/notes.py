@@ -31,8 +31,9 @@ class Note:
     """What adapters add to parameters of such a module in this pass (`packed.with_added`)."""
     float8: Any = None
     """torchao's config of a linear layer that computes in FP8."""
-    takes_whole_rows: bool = False
-    """Whether a module, or what follows the blocks of a decoder, was seen not to run on a part of a row (`cp_size`)."""
+    reads: str = ""
+    """How a module runs under context parallelism that was tried and does not run as it looks: with the "keys" of whole
+    rows, or with whole "rows"; of a decoder, what it does after its blocks."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """(mesh, placements) of each weight that is divided among ranks before it is sharded."""
     style: Any = None
