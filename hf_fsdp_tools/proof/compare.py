@@ -11,8 +11,7 @@ operations on the same rounded weights, so that even roundings agree. AdamW step
 In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
-bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most: in this
-tensor, or in three of four.
+bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
 
 import math
@@ -22,7 +21,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 import torch
@@ -51,8 +49,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 bf16, which rounds by 0.4 %, through some layers, and of each rank's part of a gradient)"""
 
 _OF_PARTS = 2.5
-"""How much larger they are in bf16 where ranks share layers or experts: sums over a layer's inputs, or over an expert's
-tokens, are rounded in parts. (assumed)"""
+"""How much larger they are in bf16 where ranks share layers, experts or rows: sums over a layer's inputs, an expert's
+tokens or a row are rounded in parts. (assumed)"""
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -321,7 +319,8 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind.
     """
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
-    bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
+    shared = max(case.dims.tp_size, case.dims.ep_size, case.dims.cp_size) > 1
+    bound *= _OF_PARTS if precision == "bf16" and shared else 1
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     names, sharding = names_of(model), sharding_of(model)
     rows = sharding.axes.rows if sharding else None
@@ -455,17 +454,13 @@ def _apart(
 ) -> dict[str, Found]:
     """The relative difference of each tensor and, where it is too large, what is apart.
 
-    In lower precision a value may also be as far from fp32 as the plain model is, twice at most: in this tensor, or in
-    three of four (a tensor of few values is sometimes near fp32 by chance).
+    In lower precision a value may also be as far from fp32 as the plain model is, twice at most.
     """
     floor = 0.01 * max([float(t.abs().max()) for t in plain.values() if absent_is_zero and t.numel()], default=0.0)
     names = set(found) | set(plain) if absent_is_zero else set(plain)
     if not (absent_is_zero or is_part) and set(found) != set(plain):
         return {"": (math.inf, f"other names: {sorted(set(found) ^ set(plain))[:3]}")}
     apart: dict[str, Found] = {}
-    alike = [name for name in names if name in plain and name in exact and plain[name].shape == exact[name].shape]
-    rounded = [_relative(plain[name], exact[name], floor) for name in alike]
-    usual = quantiles(rounded, n=4)[2] if len(rounded) > 1 else 0.0
     for name in sorted(names):
         a, b = found.get(name), plain.get(name)
         if a is None or b is None:  # no gradient is a gradient of zeros
@@ -479,7 +474,7 @@ def _apart(
         difference, far = _relative(a, b, floor), exact.get(name)
         is_rounded = bound >= 1e-3 and far is not None and far.shape == b.shape
         is_apart = difference > bound and not (
-            is_rounded and far is not None and _relative(a, far, floor) <= 2 * max(_relative(b, far, floor), usual)
+            is_rounded and far is not None and _relative(a, far, floor) <= 2 * _relative(b, far, floor)
         )
         apart[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
     return apart

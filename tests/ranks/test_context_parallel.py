@@ -38,7 +38,7 @@ KINDS = {  # with what attention is beside full causal attention
     "qwen3_next": "a convolution and a delta rule, whose heads are exchanged",
     "mamba2": "a state space of one group of heads",
     "mamba": "a state space of channels",
-    "deepseek_v32": "an indexer, which is given whole rows as the attention around it",
+    "deepseek_v32": "an indexer, whose keys are gathered as those of the attention around it",
     "bloom": "attention that is not in transformers' registry",
     "gpt2": "a decoder that needs whole rows after its blocks",
 }

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools.extensions.context_parallel import check_rows
-from hf_fsdp_tools.extensions.readers import find_readers, mixes_tokens_itself
+from hf_fsdp_tools.extensions.readers import KEYS, find_readers, mixes_tokens_itself
 from hf_fsdp_tools.extensions.rows import of_tokens
 from tests._checkpoints import tiny_config
 
@@ -33,8 +33,13 @@ def test_heads_are_exchanged_around_the_functions_that_are_known():
 
 def test_whole_rows_are_for_what_is_not_known_and_for_the_readers_around_it():
     assert readers_of("bloom") == {"BloomAttention": set()}
-    assert readers_of("deepseek_v32") == {"DeepseekV32Attention": set()}, "it has an indexer"
-    assert readers_of("doge") == {"DogeAttention": set()}, "it was seen not to run on a part of a row"
+    assert readers_of("zaya") == {"ZayaAttention": set()}, "what makes its queries has convolutions"
+
+
+def test_attention_that_does_not_run_on_a_part_of_a_row_is_given_keys_of_whole_rows():
+    assert readers_of("deepseek_v32") == {"DeepseekV32Attention": KEYS}, "it has an indexer"
+    assert readers_of("doge") == {"DogeAttention": KEYS}, "its mask is made of values"
+    assert readers_of("beam") == {"BeamAttention": set()}, "it was seen not to run with them"
 
 
 def test_heads_that_ranks_do_not_divide_need_any_mask_or_whole_rows():
