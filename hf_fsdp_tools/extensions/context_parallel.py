@@ -33,7 +33,7 @@ from hf_fsdp_tools.extensions.readers import (
     mixes_tokens_itself,
     takes_cache,
 )
-from hf_fsdp_tools.extensions.rows import Rows, of_tokens
+from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -291,6 +291,8 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
     missing = -rows.length % rows.size
     if not missing or not isinstance(value, torch.Tensor) or not value.dim():
         return value
+    if name.startswith(BOUNDARIES):  # the padding is a document of its own
+        return torch.cat([value, value[-1:] + missing])
     if name == "inputs_embeds":
         return nn.functional.pad(value, (0, 0, 0, missing))
     if value.dim() == 4 and name == "attention_mask":  # the padding attends to what the last token does, and none to it

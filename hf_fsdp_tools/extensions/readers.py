@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.rows import Rows, of_tokens
+from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 
@@ -208,6 +208,8 @@ def _unpadded(name: str, value: Any, rows: Rows) -> Any:
     """An argument of whole rows without their padded end: of its tokens, or of all dimensions of a mask or a bias."""
     padded = rows.part_length * rows.size
     cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length).contiguous())
+    if name.startswith(BOUNDARIES) and value is not None:
+        return value[:-1]
     if (cut is not value and "mask" not in name) or not isinstance(value, torch.Tensor):
         return cut
     for dim in range(1, cut.dim()):
@@ -275,7 +277,8 @@ def _along_rows(*args: Any, inner: Any, name: str, rows: Rows, **kwargs: Any) ->
             return rows.exchange(value, cut=heads, join=tokens)
         if value.dim() == 2 and value.shape[1] == rows.part_length and not value.is_floating_point():
             return rows.whole(value, 1)  # to which document a token belongs
-        return rows.part(value, 0) if 0 < value.dim() < 3 and value.shape[0] == most else value
+        is_weight = 0 < value.dim() < 3 and value.shape[0] == most and value.is_floating_point()
+        return rows.part(value, 0) if is_weight else value
 
     result = inner(*map(own, args), **{key: own(value) for key, value in kwargs.items()})
     output, *others = result if isinstance(result, tuple) else (result,)

@@ -12,6 +12,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from hf_fsdp_tools.sharding.alike import compare_rows
 
+BOUNDARIES = "cu_seq_lens"
+"""Begins the names of arguments that say where documents of a packed row begin and end."""
+
 
 @dataclass(eq=False)
 class Rows:

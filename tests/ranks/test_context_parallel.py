@@ -118,17 +118,17 @@ def rows_are_shared(kind, rows, dims, **options):
         torch.testing.assert_close(model(**batch).logits, one(**batch, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
-def bf16_and_adapters(cp_size):
+def bf16_and_adapters(kind, layers):
     """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
     rows = rows_of("packed", 0)
     values: dict[int, Any] = {}
-    for size in (1, cp_size):
+    for size in (1, 2):
         torch.manual_seed(0)
-        model = sharded_copy("llama", ParallelDims(cp_size=size), mp_policy="bf16")
-        model = add_adapter(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), seed=0)
+        model = sharded_copy(kind, ParallelDims(cp_size=size), mp_policy="bf16")
+        model = add_adapter(model, LoraConfig(target_modules=layers, init_lora_weights=False), seed=0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         values[size] = train(model, optimizer, [rows | {"use_cache": False}] * 3)
-    torch.testing.assert_close(values[cp_size], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
+    torch.testing.assert_close(values[2], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
     assert values[1][2] < values[1][0] - 0.01
 
 
@@ -324,7 +324,8 @@ def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, 
 @pytest.mark.shows("packed rows", "cp")
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
-        "bf16 and adapters": partial(bf16_and_adapters, 2),
+        "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
+        "those of a recurrence": partial(bf16_and_adapters, "qwen3_next", ["in_proj_qkvz", "out_proj"]),
         "generation": generation_takes_whole_rows,
         "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
         "leaks": a_leak_would_be_seen,

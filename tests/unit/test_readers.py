@@ -1,12 +1,16 @@
 """Which modules of a block read other tokens, and around which functions ranks that share rows exchange heads there."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.extensions.context_parallel import _padded as padded
 from hf_fsdp_tools.extensions.context_parallel import check_rows
 from hf_fsdp_tools.extensions.readers import KEYS, find_readers, mixes_tokens_itself
-from hf_fsdp_tools.extensions.rows import of_tokens
+from hf_fsdp_tools.extensions.readers import _of_part_of_heads_in as of_part_of_heads_in
+from hf_fsdp_tools.extensions.rows import Rows, of_tokens
 from tests._checkpoints import tiny_config
 
 ATTENTION, CONVOLUTION = "ALL_ATTENTION_FUNCTIONS", "causal_conv1d_fn"
@@ -77,3 +81,28 @@ def test_only_what_belongs_to_tokens_is_changed():
     assert of_tokens("hidden_states", torch.zeros(4, 2, 6, 8), 6, half).shape == (4, 2, 3, 8)
     assert of_tokens("position_embeddings", [angles], 6, half)[0].shape == (1, 1, 3, 4)
     assert of_tokens("shared_kv_states", filled, 6, half) is filled, "the model fills it while it runs"
+
+
+def test_a_scan_gets_whole_rows_of_a_part_of_the_heads_and_the_boundaries_of_whole_rows():
+    """Without a group, what the others send is what this rank has."""
+    rows, given = Rows(None, 1, 2, is_cut=True, length=6), {}
+    states, rates, groups = torch.zeros(1, 3, 4, 8), torch.zeros(1, 3, 4), torch.zeros(1, 3, 1, 5)
+    per_head, documents, boundaries = torch.arange(4.0), torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 4, 6])
+
+    def scan(hidden_states: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        given.update(kwargs, args=args)
+        return hidden_states, None
+
+    known = of_part_of_heads_in({"mamba2_chunk_scan": scan}, rows)
+    options = {"D": per_head, "seq_idx": documents, "cu_seqlens": boundaries}
+    output, state = known["mamba2_chunk_scan"](states, rates, groups, **options)
+    assert output.shape == states.shape and state is None
+    assert [tuple(each.shape) for each in given["args"]] == [(1, 6, 2), (1, 6, 1, 5)]
+    assert given["D"].tolist() == [2, 3] and given["seq_idx"].shape == (1, 6) and given["cu_seqlens"] is boundaries
+    with pytest.raises(ConfigError, match="3 heads cannot be divided among 2 ranks"):
+        known["mamba2_chunk_scan"](states[:, :, :3])
+
+
+def test_the_padding_of_a_packed_row_is_a_document_of_its_own():
+    rows = Rows(None, 0, 4, is_cut=True, length=6)
+    assert padded("cu_seq_lens_q", torch.tensor([0, 4, 6]), rows).tolist() == [0, 4, 6, 8]
