@@ -246,7 +246,7 @@ def _no_kernel(*args: object, **kwargs: object) -> None:
 
 
 def _cut_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
-    """Of masks with a value for each token, those of this rank's tokens."""
+    """A mask with a value for each token becomes that of this rank's tokens."""
     if rows.is_cut:
         length = rows.part_length * rows.size
         kwargs = {n: of_tokens(n, v, length, rows.part) if "mask" in n else v for n, v in kwargs.items()}

@@ -1,4 +1,4 @@
-"""The rows that ranks share: which part of them a rank has, and how parts and whole rows are exchanged."""
+"""Rows under context parallelism: which part of them a rank has, and how parts and whole rows are exchanged."""
 
 import math
 from collections.abc import Callable, Mapping
