@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group have the same rows, each with a part of every sequence.
 
 Up to the first block the model's own code runs on whole rows, so embeddings, rotary angles and masks of every kind
-(causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. Attention is
-the model's own too: two all-to-alls exchange a part of the sequence with all heads for the whole sequence with a part
-of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and loss see the rank's tokens alone.
+(causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. What reads
+other tokens in a block is the model's own code, too, and `readers` says how it runs. Norms, experts, head and loss see
+the rank's tokens alone.
 
     rows      input_ids, labels, position_ids: whole, the same on every rank of a group
     part      positions [rank * length / size, (rank + 1) * length / size) of a row
@@ -91,6 +91,9 @@ def _tried(model: nn.Module, size: int) -> str:
 
     How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
     """
+    for module in model.modules():  # another size was perhaps tried before
+        if note_of(module).reads:
+            add_to_note(module, reads="")
     twin = copy_on_meta(model)
     if (run := _running(twin, 4 * size)) is None:  # values decide what it computes (images), so nothing can be said
         return ""
@@ -146,7 +149,9 @@ class ContextParallel(Feature):
     """The ranks of a mesh with one axis have the same rows of a model.
 
     In each forward pass without a cache, all must give the same rows. In every block, forward and backward, 4
-    all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs.
+    all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs; of a
+    recurrence one for each of its inputs and outputs. Where keys or whole rows are gathered, a rank sends its part to
+    each other one, and as much comes back as gradients.
     """
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
@@ -178,14 +183,14 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     blocks = list(_blocks(model).values())
     kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
-    decoder = _decoder(model)
+    decoder, with_loss = _decoder(model), _with_loss(model)
     joins_at_end = note_of(decoder).reads == "rows"
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
         *hooks_of_readers(blocks, rows),
         *between,
-        Hook(model, Phase.CONTEXT, partial(_own_loss, model, rows)),
-        Hook(model, Phase.ROWS, partial(_before_model, rows=rows)),
+        Hook(model, Phase.CONTEXT, partial(_own_loss, with_loss, rows)),
+        Hook(model, Phase.ROWS, partial(_before_model, rows=rows, with_loss=with_loss)),
         *(Hook(block, Phase.ROWS, partial(_before_block, rows=rows)) for block in blocks),
         *([Hook(blocks[-1], Phase.WHOLE, partial(_join_hidden, rows=rows))] if joins_at_end else []),
         Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows, cuts_hidden=joins_at_end)),
@@ -246,7 +251,7 @@ def _add_to_part(
     return inner(hidden, is_own, images[places[is_own]])
 
 
-def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, with_loss: Any) -> Any:
     """Pad whole rows to a multiple of the ranks, and take this rank's part of the labels."""
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     rows.is_cut = given.get("past_key_values") is None and not given.get("use_cache")
@@ -280,9 +285,8 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     accepted = inspect.signature(model.forward).parameters
     if "shift_labels" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         given |= {"shift_labels": rows.labels, "num_items_in_batch": rows.num_labels}
-    owner = _with_loss(model)
-    rows.former_loss = (owner.__dict__.get("_loss_function"),)
-    owner.loss_function = partial(_loss_of_part, owner.loss_function, rows=rows)
+    rows.former_loss = (with_loss.__dict__.get("_loss_function"),)
+    with_loss.loss_function = partial(_loss_of_part, with_loss.loss_function, rows=rows)
     return (), given
 
 
@@ -385,7 +389,6 @@ def _own_loss(model: Any, rows: Rows) -> Iterator[None]:
         yield
     finally:
         if rows.former_loss is not None:
-            model = _with_loss(model)
             model.__dict__.pop("_loss_function", None)
             if rows.former_loss[0] is not None:
                 model.loss_function = rows.former_loss[0]
