@@ -205,15 +205,14 @@ def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _unpadded(name: str, value: Any, rows: Rows) -> Any:
-    """An argument of whole rows without their padded end: of its tokens, or of all dimensions of a mask or a bias."""
+    """An argument of whole rows without their padded end; of what is a bias of pairs of tokens, in each dimension."""
     padded = rows.part_length * rows.size
-    cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length).contiguous())
     if name.startswith(BOUNDARIES) and value is not None:
         return value[:-1]
-    if (cut is not value and "mask" not in name) or not isinstance(value, torch.Tensor):
-        return cut
-    for dim in range(1, cut.dim()):
-        cut = cut.narrow(dim, 0, rows.length) if cut.shape[dim] == padded else cut
+    cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length).contiguous())
+    if cut is value and isinstance(value, torch.Tensor):
+        for dim in range(1, value.dim()):
+            cut = cut.narrow(dim, 0, rows.length) if value.shape[dim] == padded else cut
     return cut
 
 

@@ -104,6 +104,10 @@ def of_tokens(name: str, value: Any, length: int, change: Callable[[torch.Tensor
         return value if all(changed[key] is each for key, each in value.items()) else changed
     if not isinstance(value, torch.Tensor):
         return value
+    if "mask" in name:  # of pairs of tokens, too
+        for dim in range(1, value.dim()):
+            value = change(value, dim) if value.shape[dim] == length else value
+        return value
     dim = {"position_embeddings": -2, "position_ids": -1, "cache_position": 0}.get(name, 1)
     if name == "hidden_states" and value.dim() == 4 and value.shape[1] != length:  # several streams of them (Gemma 3n)
         dim = 2

@@ -151,7 +151,7 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-_SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
+_SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
 
 
 def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
