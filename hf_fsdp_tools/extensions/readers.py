@@ -4,7 +4,7 @@ A module is known as a reader by its look: it is given a mask or a cache, it cal
 it has a convolution. Where its code calls functions that are known here, two all-to-alls around each call exchange a
 part of the sequence with all heads for the whole sequence with a part of the heads, and back (Ulysses, arXiv
 2309.14509; of convolutions and state spaces, channels), so that its own code and kernels run on whole rows. Attention
-that has an indexer, or makes a mask of its values, takes the keys of whole rows as those of the cache in `generate`. Any
+that has an indexer, or makes a mask of its values, takes the keys of whole rows as those of a cache in `generate`. Any
 other reader is given whole rows on every rank of the group, each of which keeps its part of what comes out.
 """
 
