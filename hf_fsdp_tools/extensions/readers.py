@@ -91,7 +91,8 @@ def mixes_tokens_itself(block: nn.Module) -> bool:
 
 
 def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool:
-    if note_of(module).reads or (_convolutions(module) and _CONVOLUTION not in functions):
+    is_replaced = "forward" in vars(module) and note_of(module).style is None  # by a kernel for the whole module
+    if is_replaced or note_of(module).reads or (_convolutions(module) and _CONVOLUTION not in functions):
         return True
     if _ATTENTION not in functions:
         return False

@@ -52,6 +52,14 @@ def test_heads_that_ranks_do_not_divide_need_any_mask_or_whole_rows():
     assert readers_of("llama", "flex_attention", **three) == {"LlamaAttention": set()}
 
 
+def test_a_kernel_in_place_of_a_module_is_given_whole_rows():
+    with torch.device("meta"):
+        block = AutoModelForCausalLM.from_config(tiny_config("llama")).model.layers[0]
+    assert list(find_readers(block, 2)) == [(block.self_attn, frozenset({ATTENTION}))]
+    block.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    assert list(find_readers(block, 2)) == [(block.self_attn, frozenset())]
+
+
 class Smoothing(nn.Module):
     """Mixes tokens by a convolution, without a cache."""
 
