@@ -46,7 +46,7 @@ BUDGET = {
     "distributed": (1895, 1550, 9, 2),
     "doors": (35, 30, 1, 0),
     "errors": (150, 65, 1, 4),
-    "extensions": (3830, 3230, 20, 2),
+    "extensions": (3840, 3235, 20, 2),
     "foresight": (4030, 3600, 21, 4),
     "hub": (175, 145, 1, 0),
     "integrations": (5290, 4540, 22, 5),
