@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.doge import modeling_doge
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.extensions.context_parallel import _padded as padded
@@ -13,6 +14,7 @@ from hf_fsdp_tools.extensions.readers import _of_part_of_heads_in as of_part_of_
 from hf_fsdp_tools.extensions.rows import Rows, of_tokens
 from tests._checkpoints import tiny_config
 
+modeling_beam = pytest.importorskip("transformers.models.beam.modeling_beam", reason="transformers 5.23 has it")
 ATTENTION, CONVOLUTION = "ALL_ATTENTION_FUNCTIONS", "causal_conv1d_fn"
 
 
@@ -44,6 +46,10 @@ def test_attention_that_does_not_run_on_a_part_of_a_row_is_given_keys_of_whole_r
     assert readers_of("deepseek_v32") == {"DeepseekV32Attention": KEYS}, "it has an indexer"
     assert readers_of("doge") == {"DogeAttention": KEYS}, "its mask is made of values"
     assert readers_of("beam") == {"BeamAttention": set()}, "it was seen not to run with them"
+    for file in (modeling_doge, modeling_beam):
+        assert isinstance(file.ALL_ATTENTION_FUNCTIONS, AttentionInterface), (
+            "a pass that failed left its own in the file"
+        )
 
 
 def test_heads_that_ranks_do_not_divide_need_any_mask_or_whole_rows():
