@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group have the same rows, each with a part of every sequence.
 
 Up to the first block the model's own code runs on whole rows, so embeddings, rotary angles and masks of every kind
-(causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. Attention is
-the model's own too: two all-to-alls exchange a part of the sequence with all heads for the whole sequence with a part
-of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and loss see the rank's tokens alone.
+(causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. What reads
+other tokens in a block is the model's own code, too, and `readers` says how it runs. Norms, experts, head and loss see
+the rank's tokens alone.
 
     rows      input_ids, labels, position_ids: whole, the same on every rank of a group
     part      positions [rank * length / size, (rank + 1) * length / size) of a row
@@ -11,112 +11,40 @@ of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and los
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
-from transformers import AttentionInterface, PreTrainedModel
+from torch.distributed._functional_collectives import all_reduce
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.readers import (
+    find_readers,
+    hooks_of_readers,
+    may_read_keys,
+    mixes_tokens_itself,
+    takes_cache,
+)
+from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.alike import IGNORED, compare_rows
-from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, install
+from hf_fsdp_tools.sharding.alike import IGNORED
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, install, remove_hooks
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
 
-_WITH_ANY_MASK = ("eager", "sdpa")
-"""Attention functions that take a mask of any values: they can attend from a part of a row to the whole row."""
-
-_SUFFIX = "|context_parallel"
-"""Ends the names of attention functions that exchange heads, after the name of the model's own function."""
-
 _DEEPSTACK = "_deepstack_process"
 """The method by which decoders of transformers add features of images between blocks (Qwen3-VL)."""
-
-
-@dataclass(eq=False)
-class Rows:
-    """The rows that the ranks of a group share, and what is known of those in the forward pass under way."""
-
-    group: dist.ProcessGroup | str | None
-    """None where a model on meta is tried, and nothing is communicated; a name where a model is followed on tensors
-    without data, and there is no such group."""
-    rank: int
-    size: int
-    is_cut: bool = False
-    """Whether the latest forward pass cut its rows; it did not if it had a cache (`generate`)."""
-    length: int = 0
-    """Tokens of a whole row, without padding of its end to a multiple of the ranks."""
-    has_mask: bool = False
-    is_causal: bool = True
-    """Whether no token attends to later ones, nor to the padding at the end."""
-    labels: torch.Tensor | None = None
-    """The labels of this rank's part, each of the token after it."""
-    num_labels: Any = None
-    """What the sum of this rank's losses is divided by."""
-    loss_was_computed: bool = False
-    former_loss: tuple[Any] | None = None
-    """While a pass has labels: the loss function that a user, or a divided head, has set on the model, or None."""
-    reached_blocks: bool = False
-    """Whether the first block was run."""
-    joins_outputs: bool = False
-    """Whether outputs are those of whole rows next to a loss too."""
-    kept: int | torch.Tensor = 0
-    """Which tokens are to have logits: so many last ones, these, or all (0)."""
-    angles_follow_length: bool = False
-    """Whether rotary angles depend on the largest position of a row."""
-    were_compared: bool = False
-    """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """A copied model has its rows in the same group, which cannot be copied."""
-        return copy(self)
-
-    @property
-    def part_length(self) -> int:
-        """Tokens of this rank's part of each row."""
-        return math.ceil(self.length / self.size)
-
-    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of a tensor with whole rows."""
-        length = tensor.shape[dim] // self.size
-        return tensor.narrow(dim, self.rank * length, length).contiguous()
-
-    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole rows of which each rank of the group has a part; every rank of it must call."""
-        return self._from_all(part.expand(self.size, *part.shape), dim)
-
-    def compare(self, tokens: torch.Tensor) -> None:
-        """Refuse different rows on the ranks of the group, in the first pass alone."""
-        if not self.were_compared and isinstance(self.group, dist.ProcessGroup):
-            self.were_compared = True
-            compare_rows(tokens, self.group, "rows (cp_size)")
-
-    def exchange(self, tensor: torch.Tensor, *, cut: int, join: int) -> torch.Tensor:
-        """Cut one dimension into a part for each rank, and join the parts of all ranks along another one."""
-        return self._from_all(torch.stack(tensor.chunk(self.size, cut)), join)
-
-    def _from_all(self, to_ranks: torch.Tensor, dim: int) -> torch.Tensor:
-        counts = [1] * self.size
-        received = to_ranks = to_ranks.contiguous()
-        if isinstance(self.group, dist.ProcessGroup):
-            received = all_to_all_single_autograd(to_ranks, counts, counts, self.group)
-        elif self.group is not None:
-            received = torch.ops._c10d_functional_autograd.all_to_all_single(to_ranks, counts, counts, self.group)
-        return torch.cat(received.unbind(), dim)
 
 
 def check_rows(model: nn.Module, size: int) -> None:
@@ -134,51 +62,96 @@ def _refusal(model: nn.Module, size: int) -> str:
         return "it is not a decoder of transformers alone"
     if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss ({model.loss_type}) is not that of the next token"
-    for name, part in model.named_modules():
-        if name and isinstance(part, PreTrainedModel) and part.get_output_embeddings() is not None:
-            return f"its loss is computed of the outputs of {name}, a model with a head of its own"
+    if _with_loss(model) is None:
+        return "its loss is not that of its words alone, by transformers' loss_function"
     blocks = _blocks(model)
     if not blocks:
         return "no stack of blocks was found in its decoder"
+    readers = {name: [*find_readers(block, size)] for name, block in blocks.items()}
+    reading = {type(blocks[name]) for name, found in readers.items() if found}
     for name, block in blocks.items():
-        if any(isinstance(child, nn.Conv1d) for child in block.modules()):
-            return f"{name} mixes tokens by a convolution or a recurrence, whose state is not passed between ranks"
-        attentions = list(_attentions(block))
-        if not attentions:
-            return f"{name} ({type(block).__name__}) does not call an attention function of transformers' registry"
-        for attention in attentions:
-            heads, function = (
-                getattr(attention.config, "num_attention_heads", size),
-                attention.config._attn_implementation,
-            )
-            if heads % size and function not in _WITH_ANY_MASK:
-                return f"{heads} attention heads of {name} cannot be divided among {size} ranks, as {function} needs"
-    return ""
+        if mixes_tokens_itself(block) or (takes_cache(block) and type(block) not in reading):
+            return f"{name} ({type(block).__name__}) reads other tokens in its own code, and not in a module of its own"
+    return "" if reading else "nothing in its blocks is known to read other tokens"
+
+
+def _with_loss(model: nn.Module) -> Any:
+    """The model whose own code computes the loss: the given one, or one in it that has a head of its own; None if
+    neither calls transformers' function for it, or hands it whole rows of words."""
+    inner = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.get_output_embeddings()]
+    names = {part: inspect.unwrap(type(part).forward).__code__.co_names for part in (model, *inner)}
+    if all(part is model for part in inner):
+        return None if "CrossEntropyLoss" in names[model] else model
+    takes_words = getattr(model, "main_input_name", "") == "input_ids"
+    return next((part for part in names if takes_words and "loss_function" in names[part]), None)
 
 
 def _tried(model: nn.Module, size: int) -> str:
-    """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does."""
+    """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does.
+
+    How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
+    """
+    for module in model.modules():  # another size was perhaps tried before
+        if note_of(module).reads:
+            add_to_note(module, reads="")
     twin = copy_on_meta(model)
-    try:
-        run_on_meta(twin, 4 * size)
-    except Exception:  # values decide what it computes (experts, images), so nothing can be said
+    if (run := _running(twin, 4 * size)) is None:  # values decide what it computes (images), so nothing can be said
         return ""
-    rows = Rows(None, 0, size)
-    install(twin, _made(twin, rows))
-    try:
-        run_on_meta(twin, 4 * size)
-    except Exception as error:
-        return f"it does not run on a part of a row ({first_line(error)})"
-    if not rows.reached_blocks:
-        return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
-    return ""
+    names = {module: name for name, module in twin.named_modules()}
+    readers = {module: way for block in _blocks(twin).values() for module, way in find_readers(block, size)}
+    found = [module for module, way in readers.items() if not way and may_read_keys(module, way)]
+    way = "keys"
+    while True:
+        for module in found:
+            for each in (module, model.get_submodule(names[module])):
+                add_to_note(each, reads=way)
+        rows = Rows(None, 0, size)
+        install(twin, _made(twin, rows))
+        try:
+            run()
+        except Exception as error:
+            selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+            running = [each for each in selves if isinstance(each, nn.Module) and each in names]
+            found, way = _other_way(twin, running, rows)
+            if not found:
+                where = f"{names[running[-1]]} ({type(running[-1]).__name__})" if running else "it"
+                return f"{where} does not run on a part of a row ({first_line(error)})"
+            remove_hooks(twin)
+        else:
+            if not rows.reached_blocks:
+                return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
+            return ""
+
+
+def _running(twin: nn.Module, length: int) -> Callable[[], None] | None:
+    """A call that runs a model of meta on whole rows; None where none does."""
+    for has_mask in (True, False):
+        run = partial(run_on_meta, twin, length, has_mask=has_mask)
+        with suppress(Exception):
+            run()
+            return run
+    return None
+
+
+def _other_way(twin: Any, running: list[nn.Module], rows: Rows) -> tuple[list[nn.Module], str]:
+    """What may run in another way where a model does not run, by the modules that were running; or nothing."""
+    blocks = _blocks(twin).values()
+    readers = {module: way for block in blocks for module, way in find_readers(block, rows.size) if way}
+    if (failed := next((module for module in running if module in readers), None)) is not None:
+        alike = [module for module in readers if type(module) is type(failed)]
+        return alike, "keys" if may_read_keys(failed, readers[failed]) else "rows"
+    decoder = _decoder(twin)
+    is_after = rows.reached_blocks and decoder in running and not any(block in running for block in blocks)
+    return [decoder] if is_after and not note_of(decoder).reads else [], "rows"
 
 
 class ContextParallel(Feature):
     """The ranks of a mesh with one axis have the same rows of a model.
 
     In each forward pass without a cache, all must give the same rows. In every block, forward and backward, 4
-    all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs.
+    all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs; of a
+    recurrence one for each of its inputs and outputs. Where keys or whole rows are gathered, a rank sends its part to
+    each other one, and as much comes back as gradients.
     """
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
@@ -208,141 +181,48 @@ def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:
 
 def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     blocks = list(_blocks(model).values())
-    copies: dict[int, Any] = {}
-    exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
-    rows.is_causal = all(getattr(each, "is_causal", True) for block in blocks for each in _attentions(block))
     kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
-    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    decoder, with_loss = _decoder(model), _with_loss(model)
+    joins_at_end = note_of(decoder).reads == "rows"
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
-        *exchanges,
+        *hooks_of_readers(blocks, rows),
         *between,
-        Hook(model, Phase.CONTEXT, partial(_own_loss, model, rows)),
-        Hook(model, Phase.ROWS, partial(_before_model, rows=rows)),
-        *(
-            Hook(block, Phase.ROWS, partial(_before_block, rows=rows, is_first=not index))
-            for index, block in enumerate(blocks)
-        ),
-        Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows)),
+        Hook(model, Phase.CONTEXT, partial(_own_loss, with_loss, rows)),
+        Hook(model, Phase.ROWS, partial(_before_model, rows=rows, with_loss=with_loss)),
+        *(Hook(block, Phase.ROWS, partial(_before_block, rows=rows)) for block in blocks),
+        *([Hook(blocks[-1], Phase.WHOLE, partial(_join_hidden, rows=rows))] if joins_at_end else []),
+        Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows, cuts_hidden=joins_at_end)),
         Hook(model, Phase.WHOLE, partial(_after_model, rows=rows)),
     ]
 
 
 def whole_outputs(model: nn.Module) -> AbstractContextManager[None]:
     """A block in which a model gives the outputs of whole rows next to a loss too, which take more memory."""
-    found = (rows for module in model.modules() if (rows := note_of(module).rows) is not None)
-    return replaced(next(found, Rows(None, 0, 1)), joins_outputs=True)
+    hooks = (hook for module in model.modules() for hook in note_of(module).hooks if isinstance(hook, Hook))
+    found = (hook.call.keywords.get("rows") for hook in hooks if isinstance(hook.call, partial))
+    return replaced(next((rows for rows in found if rows is not None), Rows(None, 0, 1)), joins_outputs=True)
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:
     """The blocks of the decoder's largest stack, and those that the user chose and that attend, by name."""
-    decoder = model.get_decoder()
-    if decoder is None:
-        return {}
-    stacks = find_blocks(tree := ModuleTree(decoder))
-    blocks = set(max(stacks, key=lambda stack: sum(block.size for block in stack), default=[]))
+    stacks = find_blocks(tree := ModuleTree(_decoder(model)))
+    blocks = set(max(stacks, key=_is_of_words_and_size, default=[]))
     chosen = (block for stack in stacks for block in stack if note_of(block.module).is_block)
-    blocks.update(block for block in chosen if any(_attentions(block.module)))
+    blocks.update(block for block in chosen if any(map(takes_cache, block.module.modules())))
     return {block.fqn: block.module for block in tree if block in blocks}
 
 
-def _attentions(block: nn.Module) -> Iterator[Any]:
-    """The modules of a block whose own code looks up transformers' attention functions."""
-    for module in block.modules():
-        code = inspect.unwrap(type(module).forward).__code__
-        if "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config"):
-            yield module
+def _decoder(model: Any) -> Any:
+    """What makes hidden states of words; some models have a head of the name by which transformers looks for it."""
+    decoder = model.get_decoder()
+    return decoder if decoder is not None and any(map(takes_cache, decoder.modules())) else model.base_model
 
 
-# ---- attention ----
-
-
-class _Exchange:
-    """Lets an attention module look up the function that exchanges heads around its own one, until it is removed.
-
-    The module gets a copy of its config with the name of that function: the model makes masks by its own config.
-    """
-
-    def __init__(self, attention: Any, rows: Rows, copies: dict[int, Any]) -> None:
-        self._attention, self._config = attention, attention.config
-        name = self._config._attn_implementation.removesuffix(_SUFFIX)  # of a copied model
-        AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
-        add_to_note(attention, rows=rows)
-        attention.config = copies.setdefault(id(self._config), copy(self._config))
-        attention.config._attn_implementation_internal = name + _SUFFIX
-
-    def remove(self) -> None:
-        """Give the module its own config back."""
-        add_to_note(self._attention, rows=None)
-        self._attention.config = self._config
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    *args: Any,
-    inner: str,
-    **kwargs: Any,
-) -> Any:
-    """Attention of whole rows with a part of the heads, in place of a part of the rows with all heads.
-
-    Queries, keys and values are (batch, heads, tokens, width); the result is (batch, tokens, heads, width).
-    """
-    functions = inspect.unwrap(type(module).forward).__globals__
-    attend = functions["ALL_ATTENTION_FUNCTIONS"].get(inner, functions.get("eager_attention_forward"))
-    rows: Rows | None = note_of(module).rows
-    if rows is None or not rows.is_cut:
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
-    heads, groups = query.shape[1], key.shape[1]
-    if query.shape[2] != key.shape[2]:
-        raise ConfigError(
-            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: with cp_size {rows.size} "
-            "only attention of a row to itself is possible."
-        )
-    if heads % rows.size:
-        key, value = (rows.whole(tensor, 2) for tensor in (key, value))
-        attention_mask = _mask_of_part(module, query, attention_mask, rows, is_added=inner == "eager")
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
-    if copies := rows.size // math.gcd(groups, rows.size) - 1:  # fewer key heads than ranks: each to several
-        key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
-    query, key, value = (rows.exchange(tensor, cut=1, join=2) for tensor in (query, key, value))
-    own = slice(rows.rank * heads // rows.size, (rows.rank + 1) * heads // rows.size)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] == heads:
-        attention_mask = attention_mask[:, own]
-    kwargs = {name: _of_heads(value, heads, own) for name, value in kwargs.items()}
-    seen = _OfHeads(module, heads, own, num_key_value_groups=query.shape[1] // key.shape[1])
-    output, _ = attend(seen, query, key, value, attention_mask, *args, **kwargs)
-    return rows.exchange(output, cut=1, join=2), None
-
-
-def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is_added: bool) -> Any:
-    """The rows of a mask that are of this rank's tokens; the causal one where the model leaves it to the function."""
-    if isinstance(mask, torch.Tensor):
-        return rows.part(mask, -2) if mask.shape[-2] > 1 else mask
-    if not getattr(module, "is_causal", False):
-        return None
-    length = query.shape[2] * rows.size
-    mask = rows.part(torch.ones(length, length, dtype=torch.bool, device=query.device).tril(), 0)[None, None]
-    return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype) if is_added else mask
-
-
-def _of_heads(value: Any, heads: int, own: slice) -> Any:
-    """The values of some heads, of a vector with one value per head (sinks)."""
-    return value[own] if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == heads else value
-
-
-class _OfHeads:
-    """An attention module as its function sees it that computes some of the heads."""
-
-    def __init__(self, module: nn.Module, heads: int, own: slice, **replaced: Any) -> None:
-        self.__dict__ |= {"_module": module, "_heads": heads, "_own": own, **replaced}
-
-    def __getattr__(self, name: str) -> Any:
-        return _of_heads(getattr(self._module, name), self._heads, self._own)
+def _is_of_words_and_size(stack: Iterable[ModuleNode]) -> tuple[bool, int]:
+    reads = any(takes_cache(below) for block in stack for below in block.module.modules())
+    return reads, sum(block.size for block in stack)
 
 
 # ---- rows and parts ----
@@ -371,7 +251,7 @@ def _add_to_part(
     return inner(hidden, is_own, images[places[is_own]])
 
 
-def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, with_loss: Any) -> Any:
     """Pad whole rows to a multiple of the ranks, and take this rank's part of the labels."""
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     rows.is_cut = given.get("past_key_values") is None and not given.get("use_cache")
@@ -405,8 +285,8 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     accepted = inspect.signature(model.forward).parameters
     if "shift_labels" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         given |= {"shift_labels": rows.labels, "num_items_in_batch": rows.num_labels}
-    rows.former_loss = (model.__dict__.get("_loss_function"),)
-    model.loss_function = partial(_loss_of_part, model.loss_function, rows=rows)
+    rows.former_loss = (with_loss.__dict__.get("_loss_function"),)
+    with_loss.loss_function = partial(_loss_of_part, with_loss.loss_function, rows=rows)
     return (), given
 
 
@@ -415,6 +295,8 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
     missing = -rows.length % rows.size
     if not missing or not isinstance(value, torch.Tensor) or not value.dim():
         return value
+    if name.startswith(BOUNDARIES):  # the padding is a document of its own
+        return torch.cat([value, value[-1:] + missing])
     if name == "inputs_embeds":
         return nn.functional.pad(value, (0, 0, 0, missing))
     if value.dim() == 4 and name == "attention_mask":  # the padding attends to what the last token does, and none to it
@@ -435,45 +317,34 @@ def _loss_of_part(inner: Callable[..., torch.Tensor], *args: Any, rows: Rows, **
     return loss
 
 
-def _before_block(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, is_first: bool
-) -> Any:
-    """Cut what belongs to tokens; masks stay whole, as attention takes whole rows."""
+def _before_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
+    """Cut what belongs to tokens; masks stay whole, as readers run on whole rows."""
     if not rows.is_cut:
         return args, kwargs
     rows.reached_blocks = True
     names = list(inspect.signature(type(block).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
-    hidden = given[names[0]]
-    length = hidden.shape[1] * (1 if is_first else rows.size)
-    if length != rows.part_length * rows.size:
+    length = rows.part_length * rows.size
+    hidden = given[names[0]].shape
+    if not {rows.part_length, length} & set(hidden[1:-1]):
         raise ConfigError(
-            f"{type(block).__name__} takes {length} tokens of rows with {rows.length}: with cp_size {rows.size}, it "
+            f"{type(block).__name__} takes {hidden[1]} tokens of rows with {rows.length}: with cp_size {rows.size}, it "
             "must see the words of a row and nothing else. Leave cp_size out."
         )
-    given[names[0]] = rows.part(hidden, 1) if is_first else hidden
-    has_angles = given.get("position_embeddings") is not None
-    for name, value in given.items():
-        if name == names[0] or "mask" in name or (name == "position_ids" and has_angles):
-            continue  # attention alone takes position ids then, to find packed rows
-        given[name] = _cut(name, value, length, rows)
-    return (), given
+    if (positions := given.get("position_ids")) is not None and positions.shape[-1] == length:
+        rows.position_ids = positions
+    return (), {n: v if "mask" in n else of_tokens(n, v, length, rows.part) for n, v in given.items()}
 
 
-def _cut(name: str, value: Any, length: int, rows: Rows) -> Any:
-    """An argument of a block as it is of this rank's tokens."""
-    if isinstance(value, tuple | list):
-        return type(value)(_cut(name, each, length, rows) for each in value)
-    if isinstance(value, Mapping):
-        return {key: _cut(name, each, length, rows) for key, each in value.items()}
-    if not isinstance(value, torch.Tensor):
-        return value
-    dim = {"position_embeddings": -2, "position_ids": -1, "cache_position": 0}.get(name, 1)
-    return rows.part(value, dim) if -value.dim() <= dim < value.dim() and value.shape[dim] == length else value
+def _join_hidden(block: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
+    """Whole rows for what a decoder does after its blocks."""
+    return of_tokens("", output, rows.part_length, rows.whole) if rows.is_cut else output
 
 
-def _after_decoder(decoder: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
+def _after_decoder(decoder: nn.Module, args: object, output: Any, *, rows: Rows, cuts_hidden: bool) -> Any:
     """Join what routers said of each token, of which the loss that balances experts takes means over whole rows."""
+    if rows.is_cut and cuts_hidden:
+        output["last_hidden_state"] = rows.part(output["last_hidden_state"], 1)
     logits = getattr(output, "router_logits", None)
     if rows.is_cut and logits:
         parts = (each.reshape(-1, rows.part_length, each.shape[-1]) for each in logits)

@@ -186,13 +186,13 @@ def copy_on_meta(model: nn.Module) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def run_on_meta(twin: nn.Module, length: int) -> None:
-    """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, and its experts run by the one
-    implementation of transformers that reads none."""
+def run_on_meta(twin: nn.Module, length: int, *, has_mask: bool = True) -> None:
+    """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, unless it takes none of that form,
+    and its experts run by the one implementation of transformers that reads none."""
     configs: list[Any] = [part.config for part in twin.modules() if hasattr(part, "config")]
     for config in configs:
         config._experts_implementation_internal = "batched_mm"
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta") if has_mask else None
     with torch.no_grad():
         twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
 

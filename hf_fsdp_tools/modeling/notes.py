@@ -31,8 +31,9 @@ class Note:
     """What adapters add to parameters of such a module in this pass (`packed.with_added`)."""
     float8: Any = None
     """torchao's config of a linear layer that computes in FP8."""
-    rows: Any = None
-    """The `Rows` of an attention module under context parallelism."""
+    reads: str = ""
+    """How a module runs under context parallelism that was tried and does not run as it looks: with the "keys" of whole
+    rows, or with whole "rows"; of a decoder, what it does after its blocks."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """(mesh, placements) of each weight that is divided among ranks before it is sharded."""
     style: Any = None
@@ -51,8 +52,8 @@ class Note:
     """The `Heads` of a loaded model's checkpoint that it has no modules for; saves copy them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
-        # Process groups cannot be copied, and a copy of a sharded model has no hooks.
-        return replace(self, hooks=(), casts=(), rows=None)
+        # A copy of a sharded model has no hooks.
+        return replace(self, hooks=(), casts=())
 
 
 _EMPTY = Note()

@@ -49,8 +49,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 bf16, which rounds by 0.4 %, through some layers, and of each rank's part of a gradient)"""
 
 _OF_PARTS = 2.5
-"""How much larger they are in bf16 where ranks share layers or experts: sums over a layer's inputs, or over an expert's
-tokens, are rounded in parts. (assumed)"""
+"""How much larger they are in bf16 where ranks share layers, experts or rows: sums over a layer's inputs, an expert's
+tokens or a row are rounded in parts. (assumed)"""
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -151,7 +151,7 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-_SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
+_SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
 
 
 def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -349,7 +349,8 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     """
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
     run = _Sharded(case, model, plain, precision, group)
-    bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
+    shared = max(case.dims.tp_size, case.dims.ep_size, case.dims.cp_size) > 1
+    bound *= _OF_PARTS if precision == "bf16" and shared else 1
     near = partial(_apart, bound=bound, absent_is_zero=True)
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):

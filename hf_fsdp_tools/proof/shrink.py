@@ -82,6 +82,8 @@ SIZES: Sizes = {
     "radio": {"summary_idxs": [0, 1]},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
+    "zamba tiny": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2 tiny": {"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 32},
     "longcat_flash": {"zero_expert_num": 1},
     "mobilebert tiny": {"embedding_size": 32},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},

@@ -263,7 +263,7 @@ def unsharded(model: nn.Module, gathered: bool = True) -> Iterator[None]:
 def _kept(root: nn.Module) -> Iterator[None]:
     """A block in which the units of a root are gathered, and ranks that share nothing else do not wait for others."""
     marked: list[Any] = []
-    if not (note_of(root).sharding.is_divided or any(note_of(module).rows for module in root.modules())):
+    if not (note_of(root).sharding.is_divided or note_of(root).sharding.axes.rows):
         marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
     # By the mark, `generate` goes on until every rank has finished.
     with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):

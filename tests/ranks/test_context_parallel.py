@@ -9,6 +9,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from peft import LoraConfig
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -36,6 +37,15 @@ KINDS = {  # with what attention is beside full causal attention
     "llama4_text": "chunks",
     "three heads": "keys and values gathered, as the ranks do not divide the heads",
 }
+READERS = {  # in addition to attention that exchanges heads
+    "qwen3_next": "a convolution and a delta rule, whose heads are exchanged",
+    "mamba2": "a state space of one group of heads",
+    "mamba": "a state space of channels",
+    "deepseek_v32": "an indexer, whose keys are gathered as those of the attention around it",
+    "bloom": "attention that is not in transformers' registry",
+    "gpt2": "a decoder that needs whole rows after its blocks",
+}
+READERS = {kind: what for kind, what in READERS.items() if kind in CONFIG_MAPPING}  # transformers 5.17 lacks some
 OPTIONS = {
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16},
@@ -112,17 +122,17 @@ def rows_are_shared(kind, rows, dims, **options):
         torch.testing.assert_close(model(**batch).logits, one(**batch, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
-def bf16_and_adapters(cp_size):
+def bf16_and_adapters(kind, layers):
     """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
     rows = rows_of("packed", 0)
     values: dict[int, Any] = {}
-    for size in (1, cp_size):
+    for size in (1, 2):
         torch.manual_seed(0)
-        model = sharded_copy("llama", ParallelDims(cp_size=size), mp_policy="bf16")
-        model = add_adapter(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), seed=0)
+        model = sharded_copy(kind, ParallelDims(cp_size=size), mp_policy="bf16")
+        model = add_adapter(model, LoraConfig(target_modules=layers, init_lora_weights=False), seed=0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         values[size] = train(model, optimizer, [rows | {"use_cache": False}] * 3)
-    torch.testing.assert_close(values[cp_size], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
+    torch.testing.assert_close(values[2], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
     assert values[1][2] < values[1][0] - 0.01
 
 
@@ -168,22 +178,27 @@ def bytes_follow_the_formula():
     assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
 
 
+def whole_rows_cost_what_is_said():
+    """A reader without known functions gathers its inputs, and sends its gradients back; nothing else is gathered."""
+    model = sharded_copy("bloom", ParallelDims(cp_size=2))
+    with calls_of(context_parallel.Rows, "whole", lambda _, rows, tensor, dim: tensor.numel()) as sent:
+        model(**rows_of("whole", 0)).loss.backward()
+    tokens = 2 * -(-LENGTH // 2)
+    assert sum(sent) == model.config.num_hidden_layers * 2 * tokens * model.config.hidden_size  # states, and a residual
+
+
 def what_cannot_share_rows_is_refused():
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
     next_words = AutoModelForCausalLM
     for kind, auto, match in (
-        ("qwen3_next", next_words, "mixes tokens by a convolution or a recurrence"),
-        ("mamba", next_words, "convolution"),
-        ("bloom", next_words, "does not call an attention function"),
+        ("xlnet", next_words, "not that of its words alone"),
+        ("xlm", next_words, r"attentions.0 .MultiHeadAttention. reads other tokens in its own code"),
         ("t5", AutoModelForSeq2SeqLM, "not a decoder"),
         ("qwen3", AutoModelForSequenceClassification, r"ForSequenceClassification. is not that of the next token"),
     ):
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
-    model = AutoModelForCausalLM.from_config(plain("three heads").config, attn_implementation="flex_attention")
-    with pytest.raises(ConfigError, match=r"3 attention heads of layers.0 cannot be .* as flex_attention needs"):
-        shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 
 def memory_falls_with_the_ranks():
@@ -257,6 +272,7 @@ ROWS = ["whole", "packed", "padded"]
 def few(kinds, rows, layouts, are_recomputed):
     """Every kind of rows with full causal attention; of other attention those that have a mask of their own."""
     others = in_turn(["gpt_oss", "deepseek_v3", "three heads"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others += in_turn([kind for kind in kinds if kind in READERS], rows, layouts[:1], are_recomputed)
     return [
         *in_turn(kinds[:1], rows, layouts[:1], are_recomputed),
         *others,
@@ -264,7 +280,7 @@ def few(kinds, rows, layouts, are_recomputed):
     ]
 
 
-@fast_and_nightly(few, list(KINDS), ROWS, LAYOUTS, [False, True])
+@fast_and_nightly(few, [*KINDS, *READERS], ROWS, LAYOUTS, [False, True])
 @pytest.mark.shows("activation checkpointing", "losses of one process", "cp")
 @pytest.mark.shows("HSDP", "cp")
 def test_ranks_that_share_rows_compute_what_one_process_does(combinations):
@@ -312,11 +328,13 @@ def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, 
 @pytest.mark.shows("packed rows", "cp")
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
-        "bf16 and adapters": partial(bf16_and_adapters, 2),
+        "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
+        "those of a recurrence": partial(bf16_and_adapters, "qwen3_next", ["in_proj_qkvz", "out_proj"]),
         "generation": generation_takes_whole_rows,
         "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
         "leaks": a_leak_would_be_seen,
         "bytes": bytes_follow_the_formula,
+        "bytes of whole rows": whole_rows_cost_what_is_said,
         "refusals": what_cannot_share_rows_is_refused,
         "different rows": different_rows_are_one_error,
         "memory": memory_falls_with_the_ranks,

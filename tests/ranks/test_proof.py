@@ -23,6 +23,7 @@ from hf_fsdp_tools import ParallelDims, pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.extensions import context_parallel as cp
+from hf_fsdp_tools.extensions import readers
 from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
@@ -72,14 +73,14 @@ def _exchanged(rows, to_ranks, dim):
     return _FROM_ALL(rows, to_ranks.flip(0) if dim == 2 else to_ranks, dim)
 
 
-def _not_shifted(model, args, kwargs, *, rows):
+def _not_shifted(model, args, kwargs, **options):
     labels = {"shift_labels": kwargs["labels"]} if kwargs.get("labels") is not None else {}
-    return _BEFORE_MODEL(model, args, kwargs | labels, rows=rows)
+    return _BEFORE_MODEL(model, args, kwargs | labels, **options)
 
 
-def _stale_positions(name, value, length, rows):
-    first = cp.Rows(rows.group, 0, rows.size) if name == "position_embeddings" else rows
-    return _CUT(name, value, length, first)
+def _stale_positions(name, value, length, part):
+    first = cp.Rows(None, 0, part.__self__.size).part if name == "position_embeddings" else part
+    return _OF_TOKENS(name, value, length, first)
 
 
 def _without_exchange(rows, to_ranks, dim):
@@ -90,13 +91,12 @@ def _without_backward(rows, to_ranks, dim):
     return _FROM_ALL(rows, to_ranks.detach(), dim)
 
 
-def _without(name, model, args, kwargs, *, rows):
-    return _BEFORE_MODEL(model, args, {key: value for key, value in kwargs.items() if key != name}, rows=rows)
+def _without(name, model, args, kwargs, **options):
+    return _BEFORE_MODEL(model, args, {key: value for key, value in kwargs.items() if key != name}, **options)
 
 
-def _stale_beyond(name, value, length, rows):
-    is_stale = name == "position_embeddings" and length > 16
-    return _CUT(name, value, length, cp.Rows(rows.group, 0, rows.size) if is_stale else rows)
+def _stale_beyond(name, value, length, part):
+    return (_stale_positions if length > 16 else _OF_TOKENS)(name, value, length, part)
 
 
 def _last_micro_batch_alone(group, *unused):
@@ -106,18 +106,18 @@ def _last_micro_batch_alone(group, *unused):
 
 
 _POST_BACKWARD = FSDPParamGroup.post_backward
-_LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, cp._attend, cp.Rows._from_all
-_BEFORE_MODEL, _CUT = cp._before_model, cp._cut
+_LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, readers._attend, cp.Rows._from_all
+_BEFORE_MODEL, _OF_TOKENS = cp._before_model, cp.of_tokens
 FAULTS = {
     "wrong divisor": ((cp, "_loss_of_part", _twice_the_loss), "loss: ", ""),
-    "dropped mask": ((cp, "_attend", _no_mask), "packed rows: loss: ", ""),
+    "dropped mask": ((readers, "_attend", _no_mask), "packed rows: loss: ", ""),
     "rows exchanged": ((cp.Rows, "_from_all", _exchanged), "loss: ", "self_attn"),
     "labels not shifted": ((cp, "_before_model", _not_shifted), "loss: ", ""),
-    "stale position ids": ((cp, "_cut", _stale_positions), "loss: ", "layers.0.self_attn"),
+    "stale position ids": ((cp, "of_tokens", _stale_positions), "loss: ", "layers.0.self_attn"),
     "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss: ", "layers.0.self_attn"),
     "count ignored": ((cp, "_before_model", partial(_without, "num_items_in_batch")), "long rows: loss: ", ""),
     "shifted labels ignored": ((cp, "_before_model", partial(_without, "shift_labels")), "long rows: loss: ", ""),
-    "wrong after 16 words": ((cp, "_cut", _stale_beyond), "long rows: loss: ", ""),
+    "wrong after 16 words": ((cp, "of_tokens", _stale_beyond), "long rows: loss: ", ""),
     "first micro-batch dropped": (
         (FSDPParamGroup, "post_backward", _last_micro_batch_alone),
         "gradients of two micro-batches: ",

@@ -16,6 +16,7 @@ from hf_fsdp_tools.foresight import forecast, memory
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from tests._checkpoints import tiny_config
 
 GPU = gpu_named("a100-80gb")
 
@@ -133,3 +134,14 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
         estimate_memory(config, num_processes=8, per_device_train_batch_size=3, max_length=512)
     with pytest.raises(ConfigError, match=r"'train_batch_size': did you mean per_device_train_batch_size"):
         estimate_memory(config, train_batch_size=2)
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("mamba2", 0.49, 0.52), ("bloom", 0.9, 1.0)])
+def test_context_parallelism_halves_what_exchanges_heads_and_not_what_takes_whole_rows(
+    kind: str, least: float, most: float
+) -> None:
+    config = tiny_config(kind)
+    alone, shared = (
+        estimate_memory(config, num_processes=2, cp_size=size, max_length=512).at_peak["activations"] for size in (1, 2)
+    )
+    assert least < shared / alone < most

@@ -71,6 +71,8 @@ model.layers.{0..1}
   rows        context_parallel.before_block
   reshard     FSDP2
   keep        skipped.leave
+model.layers.{0..1}.self_attn
+  context     readers.called_instead
 model.norm lm_head
   meet        skipped.enter
   memory      hooks.prepare_unit
