@@ -211,6 +211,11 @@ def _unpadded(name: str, value: Any, rows: Rows) -> Any:
     padded = rows.part_length * rows.size
     if name.startswith(BOUNDARIES) and value is not None:
         return value[:-1]
+    if "mask" in name and not isinstance(value, torch.Tensor | Mapping | None):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}: with cp_size {rows.size}, some modules of this model take it in rows "
+            f"of a multiple of {rows.size} tokens alone. Pad rows to one, or use attn_implementation='eager'."
+        )
     cut = of_tokens(name, value, padded, lambda tensor, dim: tensor.narrow(dim, 0, rows.length).contiguous())
     if cut is value and isinstance(value, torch.Tensor):
         for dim in range(1, value.dim()):
@@ -352,6 +357,11 @@ def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is
     """The rows of a mask that are of this rank's tokens; the causal one where the model leaves it to the function."""
     if isinstance(mask, torch.Tensor):
         return rows.part(mask, -2) if mask.shape[-2] > 1 else mask
+    if mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} is given a mask of the form {type(mask).__name__}, of which no rank can take a "
+            "part (cp_size). Use attn_implementation='eager'."
+        )
     if not getattr(module, "is_causal", False):
         return None
     length = rows.part_length * rows.size
