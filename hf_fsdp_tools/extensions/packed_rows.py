@@ -161,6 +161,7 @@ def configs_of_documents(model: Any, ranks: int) -> list[Any]:
     is_other = any(config._attn_implementation != "sdpa" for config in configs)
     # Context parallelism divides the heads; where it cannot, ranks attend from a part of a row by a part of the mask.
     heads = [getattr(each.config, "num_attention_heads", ranks) for each in attentions]
+    is_left |= any(note_of(each).reads for each in inside)
     is_causal = attentions and all(getattr(each, "is_causal", False) for each in attentions)
     return configs if is_causal and not (is_left or is_other or any(each % ranks for each in heads)) else []
 

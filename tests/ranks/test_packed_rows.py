@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 from hf_fsdp_tools import ParallelDims, from_config
 from hf_fsdp_tools.extensions import packed_rows
 from hf_fsdp_tools.extensions.packed_rows import Documents, attend
+from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -164,6 +165,10 @@ def others_stay_as_they_are():
         heads = plain("llama", torch.float32)
         heads.config.num_attention_heads = 3  # which two ranks of a row cannot divide
         assert not packed_rows.configs_of_documents(heads, 2)
+        readers = plain("llama", torch.float32)
+        assert packed_rows.configs_of_documents(readers, 2)
+        add_to_note(readers.model.layers[0].self_attn, reads="keys")  # which takes a part of the mask
+        assert not packed_rows.configs_of_documents(readers, 2)
     assert (
         dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
     )
