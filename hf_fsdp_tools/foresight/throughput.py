@@ -40,6 +40,7 @@ _PARTS = {
     "slowest GPU": "waiting for the slowest GPU",
 }
 _SHARED = "times of GPUs that divide rows, layers or experts were not compared with any real run"
+_CLIPPED = "the CPU steps once the norm of all gradients is known; with max_grad_norm 0, during the backward pass"
 _OFFLOADED = "CPU offload was not timed; PyTorch's own (70 B on 8 A100) ran once at 0.6 of what was estimated for it"
 
 
@@ -178,6 +179,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     notes = trace.notes
     notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
     notes += (_OFFLOADED,) if setup.offload_params else ()
+    notes += (_CLIPPED,) if setup.offload_params and setup.max_grad_norm is not None else ()
     if memory.spare_bytes < 0:
         notes += ("the step has no room, or no cache, in the memory of this GPU; the times are those of one with more",)
     late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_processes)) * timing.seconds

@@ -271,6 +271,15 @@ def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
     assert [(event.stream, event.phase) for event in on_cpu] == [("offload", "clip"), ("offload", "optimizer")]
 
 
+def test_a_thread_adds_gradients_of_micro_steps_up_where_shards_are_offloaded() -> None:
+    step = compose(
+        hand_made(), PLAN, TrainingSetup(num_processes=2, offload_params=True, gradient_accumulation_steps=2)
+    )
+    events = [event for event in step.events[: step.optimizer_at] if isinstance(event, Work)]
+    sums = [event.num_bytes for event in events if event.stream == "offload"]
+    assert sums == [3 * 4 * 1000, 3 * 4 * 500], "of the second micro-step"
+
+
 def test_units_of_one_offloaded_rank_are_sent_one_ahead_and_lie_where_they_are_sent_to() -> None:
     """The block is sent while the root computes; nothing is copied on the device."""
     step = compose(hand_made(), PLAN, TrainingSetup(offload_params=True))

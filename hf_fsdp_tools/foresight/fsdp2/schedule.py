@@ -355,6 +355,8 @@ class Fsdp2Schedule:
         if setup.offload_params:
             for shard, _ in gradients:
                 writer.work("device_to_host", shard.num_bytes, stream)
+                if unit.has_gradients:  # a thread adds them up
+                    writer.work("memory", 3 * shard.num_bytes, "offload")
         elif not unit.has_gradients:
             unit.shard_gradients = block
         else:
