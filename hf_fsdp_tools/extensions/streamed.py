@@ -81,7 +81,8 @@ class Watched(torch.Tensor):
     @staticmethod
     def __new__(cls, of: Any, wait: Callable[[], None]) -> "Watched":
         """In the place of the memory of a DTensor, until it is touched."""
-        memory = unwatched(of)
+        local = of._local_tensor
+        memory = local.memory if isinstance(local, Watched) else local
         made: Watched = torch.Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
         )
@@ -123,12 +124,6 @@ class Watched(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return copy.deepcopy(self.touched(), memo)
-
-
-def unwatched(tensor: Any) -> torch.Tensor:
-    """The memory of a DTensor on this rank, whether it is watched or not; nothing waits."""
-    local: torch.Tensor = tensor._local_tensor
-    return local.memory if isinstance(local, Watched) else local
 
 
 @contextmanager
@@ -337,9 +332,10 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _use_all_cores() -> None:
-    """Let this thread compute on the cores of its rank, where others compute on devices: torchrun says one thread."""
-    if find_accelerator() is not None:
-        torch.set_num_threads(max(torch.get_num_threads(), (os.cpu_count() or 1) // rank_on_node()[1]))
+    """Let this thread compute on all cores of its rank where others compute on a device, and nobody has chosen a number:
+    torchrun says one."""
+    if find_accelerator() is not None and torch.get_num_threads() == 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank_on_node()[1]))
 
 
 @torch.no_grad()
