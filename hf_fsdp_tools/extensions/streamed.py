@@ -332,8 +332,8 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _use_all_cores() -> None:
-    """Let this thread compute on all cores of its rank where others compute on a device, and nobody has chosen a number:
-    torchrun says one."""
+    """Let this thread compute on all cores of its rank, where others compute on a device and nobody has chosen a
+    number: torchrun says one."""
     if find_accelerator() is not None and torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank_on_node()[1]))
 
