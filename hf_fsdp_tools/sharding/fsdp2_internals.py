@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -43,7 +43,7 @@ _OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_stor
 def names_of_fsdp2() -> set[str]:
     """The names that this file reads of torch's states, groups and entries: `group.name`, wherever it stands."""
     code = inspect.getsource(sys.modules[__name__])
-    return set(re.findall(r"\b(?:state|group|entry|info)\.(\w+)", code)) - _OURS
+    return set(re.findall(r"\b(?:state|group|entry|info|torchs)\.(\w+)", code)) - _OURS
 
 
 def refuse_without(names: Iterable[str], code: str) -> None:
@@ -55,7 +55,20 @@ def refuse_without(names: Iterable[str], code: str) -> None:
         )
 
 
-refuse_without(names_of_fsdp2(), "".join(map(inspect.getsource, (_fsdp_state, _fsdp_param, _fsdp_param_group))))
+_NAMED_OTHERWISE = {
+    "_get_fsdp_state",
+    "TrainingState",
+    "unshard",
+    "post_backward",
+    "finalize_backward",
+    "all_gather_inputs",
+}
+"""Names that this file reads of a module, or that its classes take the place of."""
+
+refuse_without(
+    names_of_fsdp2() | _NAMED_OTHERWISE,
+    "".join(map(inspect.getsource, (_fsdp_common, _fsdp_state, _fsdp_param, _fsdp_param_group, _fully_shard))),
+)
 
 
 # ---- units and their parameters ----
@@ -504,7 +517,8 @@ def pass_through(
 def gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
     """Let the backward pass of each module of a unit gather it, not of the last one alone; a hook after forward."""
     if not in_backward():
-        _state_of(module)._register_pre_backward_hook(output)
+        state = _state_of(module)
+        state._register_pre_backward_hook(output)
 
 
 def in_backward() -> bool:
