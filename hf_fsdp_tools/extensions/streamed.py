@@ -86,7 +86,7 @@ class Watched(torch.Tensor):
         made: Watched = torch.Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=memory.device
         )
-        made.memory, made.wait, made.of = memory, wait, weakref.ref(of)
+        made.memory, made.wait, made.of = memory, wait, of  # a weak reference would forbid torch to swap tensors
         of._local_tensor = made
         return made
 
@@ -114,7 +114,7 @@ class Watched(torch.Tensor):
     def touched(self) -> torch.Tensor:
         """The memory, once the thread is done with it; it is watched no longer."""
         self.wait()
-        of = self.of()
+        of, self.of = self.of, None
         if of is not None and of._local_tensor is self:
             of._local_tensor = self.memory
         return self.memory

@@ -191,12 +191,17 @@ def _cut_whole_tensors(
 ) -> None:
     """Put this rank's part in the place of each whole tensor that is to be loaded into a shard of a module's own.
 
-    Parts are views, which torch copies into the shards; with `assign=True` they become the shards, in new memory. A
-    tensor of another shape stays as it is, for torch's error.
+    Parts are views, which torch copies into the shards; with `assign=True` they become the shards, in new memory, and
+    what takes the place of a whole parameter is brought to its device. A tensor of another shape stays as it is, for
+    torch's error.
     """
     reshard_units(module)  # FSDP2's own hook does so too late, after this one
-    own = ((prefix + name, parameter) for name, parameter in module._parameters.items())
-    cut_whole(state_dict, own, views=not local_metadata.get("assign_to_params_buffers", False))
+    own = {prefix + name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    is_assigned = local_metadata.get("assign_to_params_buffers", False)
+    cut_whole(state_dict, own.items(), views=not is_assigned)
+    for name in own.keys() & state_dict.keys() if is_assigned else ():
+        if not isinstance(own[name], DTensor) and not own[name].is_meta:
+            state_dict[name] = state_dict[name].to(own[name].device)
 
 
 def turn_cache_off(model: nn.Module) -> None:

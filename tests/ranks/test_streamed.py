@@ -101,6 +101,11 @@ def moments(model: Any, optimizer: Any) -> Any:
     return [[float(each["step"]), float(local_tensor(each["exp_avg"]).double().sum())] for each in state.values()]
 
 
+def converted(model: Any, optimizer: Any) -> None:
+    """torch swaps tensors, and refuses those to which weak references are held."""
+    model._apply(lambda tensor: tensor.clone())
+
+
 def evaluated(model: Any, optimizer: Any) -> float:
     with torch.inference_mode():
         return float(model(input_ids=IDS, labels=IDS).loss)
@@ -119,6 +124,7 @@ BETWEEN: dict[str, Callable[..., Any]] = {
         model.load_state_dict({name: value.clone() * 0.9 for name, value in model.state_dict().items()}) and None
     ),
     "the model is evaluated": evaluated,
+    "the model is converted": converted,
 }
 
 OPTIMIZERS = {
