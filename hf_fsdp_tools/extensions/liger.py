@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
@@ -25,6 +24,7 @@ def use_liger(model: PreTrainedModel, options: bool | Mapping[str, bool]) -> Non
     if find_spec("liger_kernel") is None:
         raise ConfigError(f"{_WORD} needs liger_kernel: pip install liger-kernel")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from transformers.integrations.liger import apply_liger_kernel  # imports PEFT, and so bitsandbytes
 
     if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"{_WORD}: Liger has no kernels for {kind}. Leave it out; compile=True fuses operators too.")

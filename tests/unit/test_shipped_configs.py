@@ -72,6 +72,8 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     if kept := sharding.get("fsdp_activation_checkpointing_save_ops"):
         words += ["--activation-checkpointing-save-ops", kept]
     words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
+    layers = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
+    words += ["--tp-size", str(layers)] * (layers > 1)
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
