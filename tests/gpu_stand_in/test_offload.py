@@ -47,7 +47,7 @@ def steps_of(model: Any, count: int) -> list[float]:
 
 
 def counted(who: str, layers: int = 4) -> dict[str, float]:
-    """Of one step after two: bytes for each parameter of this rank, copies, kernels; MiB at its peak."""
+    """One step after two: bytes for each parameter of this rank, copies, kernels; MiB at its peak."""
     model = made(who, layers)
     steps_of(model, 2)
     torch.cuda.synchronize()
