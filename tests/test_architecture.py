@@ -46,7 +46,7 @@ BUDGET = {
     "distributed": (1900, 1555, 9, 2),
     "doors": (35, 30, 1, 0),
     "errors": (150, 65, 1, 4),
-    "extensions": (4550, 3815, 23, 3),
+    "extensions": (4555, 3820, 24, 3),
     "foresight": (4030, 3600, 21, 4),
     "hub": (175, 145, 1, 0),
     "integrations": (5310, 4545, 22, 5),

@@ -207,7 +207,7 @@ def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _unpadded(name: str, value: Any, rows: Rows) -> Any:
-    """An argument of whole rows without their padded end; of what is a bias of pairs of tokens, in each dimension."""
+    """An argument of whole rows without their padded end, which a bias of pairs of tokens has in each dimension."""
     padded = rows.part_length * rows.size
     if name.startswith(BOUNDARIES) and value is not None:
         return value[:-1]

@@ -33,7 +33,7 @@ class Note:
     """torchao's config of a linear layer that computes in FP8."""
     reads: str = ""
     """How a module runs under context parallelism that was tried and does not run as it looks: with the "keys" of whole
-    rows, or with whole "rows"; of a decoder, what it does after its blocks."""
+    rows, or with whole "rows". A decoder has here what it does after its blocks."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """(mesh, placements) of each weight that is divided among ranks before it is sharded."""
     style: Any = None

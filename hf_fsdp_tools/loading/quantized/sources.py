@@ -42,7 +42,7 @@ class Sources:
     """Where each tensor of a model comes from."""
 
     as_stored: CheckpointIndex
-    """The checkpoint as its files have it; of a training state, the model's part."""
+    """The checkpoint as its files have it, or the model's part of a training state."""
     index: CheckpointIndex
     """The same with quantised weights as plain ones."""
     dequantized: Dequantized | None
