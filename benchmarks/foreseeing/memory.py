@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -139,7 +140,7 @@ def requested(step: Step) -> tuple[int, int]:
 # ---- on CPUs ----
 
 _STEPS_ON_CPUS = 2  # The last is counted: the optimizer has its state, FSDP2 its buffers
-_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast")
+_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast")
 _COLLECTIVES += ("reduce_scatter_single", "reduce_scatter_tensor")
 """Names of what FSDP2 calls, in several versions of PyTorch."""
 
@@ -204,10 +205,31 @@ def _released_at_once(sizes: Sizes) -> Iterator[None]:
 
         return run
 
-    with ExitStack() as stack:
+    with _functional_released_at_once(), ExitStack() as stack:
         for name in _COLLECTIVES:
             if collective := getattr(dist, name, None):
                 stack.enter_context(patch.object(dist, name, patient(collective)))
+        yield
+
+
+@contextmanager
+def _functional_released_at_once() -> Iterator[None]:
+    """The same for the functional collectives of tensor and expert parallelism, which the backward pass runs in C++."""
+
+    def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Any) -> torch.Tensor:
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=_resolve_process_group(group))
+        return output
+
+    def all_reduce(tensor: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
+        assert operation == "sum"
+        output = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(output, group=_resolve_process_group(group))
+        return output
+
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        library.impl("all_to_all_single", all_to_all, "CPU")
+        library.impl("all_reduce", all_reduce, "CPU")
         yield
 
 
