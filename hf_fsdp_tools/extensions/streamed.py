@@ -34,6 +34,7 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.watched import Watched
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, stream_units
@@ -216,7 +217,12 @@ class StreamedUnit:
 
     def end(self, arrivals: list[torch.Event]) -> None:
         """The backward pass of the unit is over: step on it, once its gradients have arrived, if that was asked for."""
-        for optimizer in _EARLY:
+        for optimizer, clipping in _EARLY.items():
+            if clipping is not None and not clipping.has_begun:
+                settle()
+                clipping.begin(optimizer)
+            if clipping is not None and clipping.norm is None:
+                continue  # the first step is clipped by its own norm
             shards = self.copies().keys()
             parts = [(group, [p for p in group["params"] if p in shards]) for group in optimizer.param_groups]
             trained = {p for _, own in parts for p in own if p.grad is not None}
@@ -229,7 +235,8 @@ class StreamedUnit:
                 )
             self.stepped_by = optimizer
             run, used = _step_on(optimizer, [(_now(group), [p for p in own if p in trained]) for group, own in parts])
-            self.step([*(event.synchronize for event in arrivals), run], used, trained)
+            clips = clipping and [partial(clipping.clip, [(p, local_tensor(p.grad)) for p in trained])]
+            self.step([*(event.synchronize for event in arrivals), *(clips or ()), run], used, trained)
 
     def step(self, calls: list[Callable[[], None]], used: Iterable[Any], trained: Iterable[Any]) -> None:
         """Run a step on the thread, and renew the copies of what it trains; DTensors that it uses wait for it."""
@@ -380,31 +387,43 @@ def _step_on(optimizer: Any, parts: list[tuple[dict[str, Any], list[Any]]]) -> t
     return partial(own_step, twin), used
 
 
-_EARLY: list[Any] = []
-"""The optimizers that step in the backward pass that runs now."""
+_EARLY: dict[Any, LastNorm | None] = {}
+"""The optimizers that step in the backward pass that runs now, and what they clip by."""
+_CLIPPING: weakref.WeakKeyDictionary[Any, LastNorm] = weakref.WeakKeyDictionary()
+"""By optimizer, the norms of its last step."""
 
 
 @contextmanager
-def steps_in_backward(optimizer: Any) -> Iterator[None]:
+def steps_in_backward(optimizer: Any, max_norm: float | None = None) -> Iterator[LastNorm | None]:
     """Let an optimizer step each offloaded unit as soon as the backward pass of the unit is done, in a block.
 
     The CPU then works while the device goes on with the units below, and `optimizer.step()`, which must follow, does
     the rest. Numbers are those of a step after the pass. Nothing may change gradients in between: do not clip by a
-    norm, which is known only when all gradients are, nor scale losses for fp16. Without CPU offload it does nothing. A
-    Trainer with `max_grad_norm: 0` enters it by itself.
+    norm, which is known only when all gradients are, nor scale losses for fp16. Without CPU offload nothing is stepped.
+    A Trainer with `max_grad_norm: 0` enters it by itself.
+
+    With `max_norm`, gradients are clipped by the norm that those of the step before had, so that a sudden large
+    gradient is clipped one step late. The first step, also of a run that is resumed, is clipped by its own norm and
+    taken after the pass. Norms and steps are the same without CPU offload.
 
     Args:
         optimizer: one of torch that steps each element by itself (AdamW, SGD), also as Accelerate has prepared it.
+        max_norm: of all gradients together, above which they are scaled down; None does not clip.
 
-    Enter for the last micro-batch before `optimizer.step()` alone. Every rank should; nothing is communicated.
+    Yields:
+        With `max_norm`, an object whose `norm` is, after the block, what was clipped by (a scalar on the CPU).
+
+    Enter for the last micro-batch before `optimizer.step()` alone. Every rank should; with `max_norm` every rank must,
+    and one number for each mesh is reduced.
 
     Raises:
-        ConfigError: the optimizer is another, or a second pass comes before `optimizer.step()`.
+        ConfigError: the optimizer is another, or a second pass comes before `optimizer.step()`; `max_norm` is not
+            above 0.
 
     Example:
         >>> model = from_pretrained("checkpoint", offload_policy=True, load_kwargs={"progress": False})
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        >>> with steps_in_backward(optimizer):
+        >>> with steps_in_backward(optimizer, max_norm=1.0):
         ...     model(input_ids=ids, labels=ids).loss.backward()
         >>> optimizer.step()
     """
@@ -412,10 +431,18 @@ def steps_in_backward(optimizer: Any) -> Iterator[None]:
     if type(own) not in ELEMENTWISE:
         known = ", ".join(each.__name__ for each in ELEMENTWISE)
         raise ConfigError(
-            f"{type(own).__name__} cannot step in the backward pass. Leave steps_in_backward, or take {known}."
+            f"{type(own).__name__} cannot step in the backward pass. Leave steps_in_backward (of a Trainer, "
+            f"clip_by_last_norm) out, or take {known}."
         )
-    _EARLY.append(own)
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm is {max_norm}; give more than 0, or leave it out.")
+    before = _CLIPPING.pop(own, None)
+    clipping = None if max_norm is None else _CLIPPING.setdefault(own, LastNorm(max_norm, before))
+    _EARLY[own] = clipping
     try:
-        yield
+        yield clipping
     finally:
-        _EARLY.remove(own)
+        del _EARLY[own]
+    if clipping is not None:
+        stepped = [unit.copies() for unit in _UNITS.values() if unit.stepped_by is own]
+        clipping.end(own, {shard for copies in stepped for shard in copies})

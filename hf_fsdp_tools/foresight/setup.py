@@ -80,6 +80,7 @@ class TrainingSetup:
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype in which gradients are reduced
     optimizer: str = "adamw"  #: (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon`, `sgd`, `sgd_momentum`
     max_grad_norm: float | None = 1.0  #: Whether gradients are clipped, which takes memory and time
+    clip_by_last_norm: bool = False  #: By the norm of the step before, which offloaded units need not wait for
     lora_r: int | None = None  #: Rank of LoRA adapters; None trains all parameters
     lora_target_modules: str | tuple[str, ...] | None = "all-linear"  #: None takes PEFT's own for the model
     lora_dropout: float = 0.0  #: Above 0, each adapted layer keeps an input of its own and a mask (TRL's default: 0.05)

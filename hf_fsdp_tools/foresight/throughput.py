@@ -40,7 +40,10 @@ _PARTS = {
     "slowest GPU": "waiting for the slowest GPU",
 }
 _SHARED = "times of GPUs that divide rows, layers or experts were not compared with any real run"
-_CLIPPED = "the CPU steps once the norm of all gradients is known; with max_grad_norm 0, during the backward pass"
+_CLIPPED = (
+    "the CPU steps once the norm of all gradients is known; with clip_by_last_norm or max_grad_norm 0, during the "
+    "backward pass"
+)
 _OFFLOADED = "CPU offload was not timed; PyTorch's own (70 B on 8 A100) ran once at 0.6 of what was estimated for it"
 
 
@@ -179,7 +182,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     notes = trace.notes
     notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
     notes += (_OFFLOADED,) if setup.offload_params else ()
-    notes += (_CLIPPED,) if setup.offload_params and setup.max_grad_norm is not None else ()
+    notes += (_CLIPPED,) if setup.offload_params and _waits_for_norm(setup) else ()
     if memory.spare_bytes < 0:
         notes += ("the step has no room, or no cache, in the memory of this GPU; the times are those of one with more",)
     late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_processes)) * timing.seconds
@@ -230,14 +233,20 @@ def step_time(events: Sequence[Event], setup: TrainingSetup, *, efficiency: Effi
 
 def _away(works: list[Work], setup: TrainingSetup) -> list[Work]:
     """The works of a step with those of a CPU that steps during a pass in this pass: the next forward pass, which waits
-    unit by unit, or where nothing is clipped the last backward pass (`streamed`)."""
+    unit by unit, or where no norm is waited for the last backward pass (`streamed`)."""
     if not (setup.offload_params and setup.optimizer in ("adamw", "adamw_foreach", "sgd_momentum")):
         return works
-    away = [work for work in works if work.stream == "offload" and work.phase == "optimizer"]
+    phases = ("optimizer",) if _waits_for_norm(setup) else ("optimizer", "clip")
+    away = [work for work in works if work.stream == "offload" and work.phase in phases]
     works = [work for work in works if work not in away]
-    if setup.max_grad_norm is not None:
+    if _waits_for_norm(setup):
         return [*(replace(work, phase="forward") for work in away), *works]
     return [*works, *(replace(work, phase="backward") for work in away)]
+
+
+def _waits_for_norm(setup: TrainingSetup) -> bool:
+    """Whether a step begins when all gradients are there."""
+    return setup.max_grad_norm is not None and not setup.clip_by_last_norm
 
 
 def _pass_time(is_forward: bool, works: Iterable[Work], durations: Durations, setup: TrainingSetup) -> dict[str, float]:

@@ -27,6 +27,7 @@ from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
+from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.stores.in_store import StoreSave
@@ -132,6 +133,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     ema: ParameterEMA | None = None
     _stream: Any = None
     """The loader of a stream whose position is saved."""
+    _last_norm: LastNorm | None = None
+    """What clips the step that runs by the norm of the step before."""
     _begins_at: Path | None = None
     """The checkpoint at whose place in a stream training begins."""
     _saving: StateSave | None = None
@@ -278,6 +281,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip parameters of all meshes together; the Trainer itself would not divide by the loss scale before."""
+        if self._last_norm is not None:
+            return self._last_norm.norm
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -287,9 +292,10 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's; offloaded units are stepped in the backward pass of the last micro-batch, unless a norm of
         all gradients is to be known before."""
-        is_last = self.accelerator.sync_gradients and not self.args.max_grad_norm and self.accelerator.scaler is None
-        streams = is_last and type(getattr(self.optimizer, "optimizer", None)) in ELEMENTWISE
-        with steps_in_backward(self.optimizer) if streams else nullcontext():
+        limit, by_last = self.args.max_grad_norm or None, self.fsdp_settings.clip_by_last_norm
+        is_last = self.accelerator.sync_gradients and self.accelerator.scaler is None and (by_last or limit is None)
+        steps = is_last and (by_last or type(getattr(self.optimizer, "optimizer", None)) in ELEMENTWISE)
+        with steps_in_backward(self.optimizer, limit) if steps else nullcontext() as self._last_norm:
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -410,6 +416,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         wait_for_saves()
         if self.args.use_liger_kernel:
             refuse_liger(self.accelerator.device.type, shares=ranks_per_row() > 1)
+        if self.fsdp_settings.clip_by_last_norm and (self.args.fp16 or not self.args.max_grad_norm):
+            raise ConfigError("clip_by_last_norm needs max_grad_norm above 0, and bf16 or fp32: fp16 scales gradients.")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
         if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so

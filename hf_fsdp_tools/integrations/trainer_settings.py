@@ -40,6 +40,10 @@ class TrainerSettings:
     allow_nan: bool = field(
         default=False, metadata={"help": "Go on where a logged loss is NaN or infinite, which else stops all ranks."}
     )
+    clip_by_last_norm: bool = field(
+        default=False,
+        metadata={"help": "Clip by the norm of the step before, so that a CPU steps in the backward pass."},
+    )
     ema_decay: float | None = field(
         default=None,
         metadata={"help": "Average the trained weights after each step (0.999, say), and save the averages, too."},

@@ -108,6 +108,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         "sync_each_batch": (accelerate.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", True),
         "optimizer": _optimizer(get("optim", "adamw_torch" if own.options else "adamw_torch_fused"), get("optim_args")),
         "max_grad_norm": get("max_grad_norm", 1.0) or None,
+        "clip_by_last_norm": bool(get("clip_by_last_norm")),
         "freeze_vision_tower": bool(get("freeze_vision_tower")),
         "compile": bool(get("torch_compile")),
         "attn_implementation": get("attn_implementation") or "sdpa",

@@ -6,7 +6,7 @@ lists of tensors do not mix with DTensors.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -219,9 +219,24 @@ def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     # Cut along several axes: torch would reduce one after the other too, of each gradient, and warn.
     own = [local_tensor(each) for each in gradients if not any(index for _, index in replicated_axes(each))]
     total = nn.utils.get_total_norm(own, order) if own else local_tensor(first).new_zeros(())
+    return _over_mesh(total, first.device_mesh, order)
+
+
+def norm_of_parts(parts: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The norm of gradients, given that of the part which this rank holds of each parameter's. Every rank must call."""
+    totals = []
+    for kind in by_kind(parts):
+        own = [parts[each] for each in kind if not any(index for _, index in replicated_axes(each))]
+        total = torch.linalg.vector_norm(torch.stack(own)) if own else parts[kind[0]].new_zeros(())
+        first = kind[0]
+        totals.append(_over_mesh(total, first.device_mesh, 2.0) if isinstance(first, DTensor) else total)
+    return nn.utils.get_total_norm(totals)
+
+
+def _over_mesh(total: torch.Tensor, mesh: DeviceMesh, order: float) -> torch.Tensor:
     is_sum = not math.isinf(order)
     total = total.pow(order) if is_sum else total
-    for group in first.device_mesh.get_all_groups():
+    for group in mesh.get_all_groups():
         dist.all_reduce(total, dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX, group=group)
     return total.pow(1 / order) if is_sum else total
 

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import ConfigError, add_adapter, clip_grad_norm_, from_config
+from hf_fsdp_tools import ConfigError, TrainerSettings, add_adapter, clip_grad_norm_, from_config
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.extensions import streamed
 from hf_fsdp_tools.extensions.streamed import steps_in_backward
@@ -58,6 +58,7 @@ def trained(
     optimizer: Any = torch.optim.AdamW,
     between: Callable[..., Any] = lambda *_: None,
     early: bool = False,
+    max_norm: float | None = None,
     steps: int = 3,
 ) -> list[Any]:
     """Losses, what was seen between steps, and weights, of steps of two micro-batches with a schedule."""
@@ -68,9 +69,10 @@ def trained(
         for micro in range(2):
             ids = IDS.roll(step + micro, 0)
             loss = model(input_ids=ids, labels=ids).loss
-            with steps_in_backward(own) if early and micro else nullcontext():
+            with steps_in_backward(own, max_norm) if early and micro else nullcontext() as clipping:
                 loss.backward()
             seen.append(loss.item())
+        seen.append(clipping and clipping.norm.item())
         if not early:
             clip_grad_norm_(model.parameters(), 0.5)
         own.step()
@@ -142,6 +144,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     made["fp32"] = partial(same, dtype=None)
     made["LoRA"] = partial(same, lora=True)
     made["in the backward pass"] = partial(same, early=True)
+    made["clipped by the norm of the step before"] = partial(same, early=True, max_norm=0.5, steps=4)
+    made["so with LoRA"] = partial(same, early=True, max_norm=0.1, lora=True, steps=4)
     made["in the backward pass, fp32, LoRA"] = partial(same, early=True, dtype=None, lora=True)
     return made
 
@@ -200,6 +204,35 @@ def steps_run_while_the_backward_pass_goes_on() -> None:
     assert all(waited) and len(waited) >= 3
 
 
+def gradients_are_clipped_by_the_norm_of_the_step_before() -> None:
+    """As a loop clips that keeps the norm which torch's own function returned, with norms above and below the limit."""
+    found = list[list[float]]()
+    for is_own in (True, False):
+        model, norms = built(is_own, None), list[float]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        for step in range(5):
+            ids, limit = IDS.roll(step, 0), (0.5, 2.0, 1e3, 1.0, 1.0)[step]
+            with steps_in_backward(optimizer, limit) if is_own else nullcontext() as clipping:
+                model(input_ids=ids, labels=ids).loss.backward()
+            if not is_own:
+                norms.append(float(clip_grad_norm_(model.parameters(), limit if step == 0 else float("inf"))))
+                factor = 1.0 if step == 0 else min(1.0, limit / (norms[step - 1] + 1e-6))
+                for parameter in model.parameters():
+                    parameter.grad.mul_(factor)
+            begun = [unit for unit in streamed._UNITS.values() if unit.stepped_by is optimizer]
+            assert len(begun) == (0 if step == 0 or not is_own else 5), "root, embedding and three blocks"
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_own:
+                norms.append(float(clipping.norm))
+        with torch.no_grad():
+            norms = norms[:1] + norms[:-1] if not is_own else norms
+            found.append([*norms, float(model(input_ids=IDS, labels=IDS).loss)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and len(set(found[0])) == 5
+    with pytest.raises(ConfigError, match="max_norm is 0"), steps_in_backward(optimizer, 0):
+        raise AssertionError("it was entered")
+
+
 def an_error_of_the_thread_is_raised_by_the_next_pass() -> None:
     model = built(True, "bf16")
     own = torch.optim.AdamW(model.parameters())
@@ -248,7 +281,7 @@ def other_optimizers_are_refused_in_the_backward_pass() -> None:
         raise AssertionError("it was entered")
 
 
-def a_trainer_that_does_not_clip_steps_in_the_backward_pass(folder: Path) -> None:
+def a_trainer_that_does_not_wait_for_norms_steps_in_the_backward_pass(folder: Path) -> None:
     begun, losses = list[int](), list[list[float]]()
     end = streamed.StreamedUnit.end
 
@@ -257,23 +290,32 @@ def a_trainer_that_does_not_clip_steps_in_the_backward_pass(folder: Path) -> Non
         begun.append(unit.stepped_by is not None)
 
     rows = [{"input_ids": row, "labels": row} for row in IDS]
-    for offload in (False, True):
-        torch.manual_seed(0)
-        with replaced(streamed.StreamedUnit, end=counted):
-            settings = {"max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2, "bf16": True}
-            settings |= {"fsdp": True, "fsdp_config": {"version": 2, "offload_params": offload}, "seed": 1}
-            config = LlamaConfig(**CONFIG, num_hidden_layers=2)
-            torch.manual_seed(0)
-            trainer = ShardedTrainer(LlamaForCausalLM(config), arguments(folder, **settings), train_dataset=rows * 8)
-            trainer.train()
-        losses.append(logged(trainer))
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-    assert sum(begun) > 3, "units are stepped by the passes that end the second and the third step"
+    for clip in (0.0, 0.3):
+        for offload in (False, True):
+            with replaced(streamed.StreamedUnit, end=counted):
+                settings = {"max_grad_norm": clip, "max_steps": 3, "gradient_accumulation_steps": 2, "bf16": True}
+                settings |= {"fsdp": True, "fsdp_config": {"version": 2, "offload_params": offload}, "seed": 1}
+                torch.manual_seed(0)
+                model = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=2))
+                own = TrainerSettings(clip_by_last_norm=clip > 0)
+                args = arguments(folder, **settings)
+                trainer = ShardedTrainer(model, args, train_dataset=rows * 8, fsdp_settings=own)
+                trainer.train()
+            losses.append(logged(trainer))
+            norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+            assert len(norms) == 3 and (not clip or norms[0] == norms[1] != norms[2])
+        assert sum(begun) > 3, "units are stepped by the passes that end the second and the third step"
+        begun.clear()
+    assert losses[0] == losses[1] != losses[2] == losses[3] and len(losses[0]) == 3
+    trainer.args.max_grad_norm = 0.0
+    with pytest.raises(ConfigError, match="clip_by_last_norm needs max_grad_norm"):
+        trainer.train()
 
 
 ORDERS = (
     forward_passes_begin_before_later_units_are_stepped, steps_run_while_the_backward_pass_goes_on,
-    an_error_of_the_thread_is_raised_by_the_next_pass, copies_are_made_once_for_each_step,
+    gradients_are_clipped_by_the_norm_of_the_step_before, an_error_of_the_thread_is_raised_by_the_next_pass,
+    copies_are_made_once_for_each_step,
     other_optimizers_are_refused_in_the_backward_pass,
 )  # fmt: skip
 
@@ -289,5 +331,5 @@ def test_a_thread_steps_and_copies_while_passes_run() -> None:
     run_ranks(run_cases, 2, ORDERS)
 
 
-def test_a_trainer_that_does_not_clip_steps_in_the_backward_pass(tmp_path: Path) -> None:
-    run_ranks(a_trainer_that_does_not_clip_steps_in_the_backward_pass, 2, tmp_path)
+def test_a_trainer_that_does_not_wait_for_norms_steps_in_the_backward_pass(tmp_path: Path) -> None:
+    run_ranks(a_trainer_that_does_not_wait_for_norms_steps_in_the_backward_pass, 2, tmp_path)

@@ -125,6 +125,13 @@ def test_a_step_on_the_cpu_takes_what_the_pass_leaves_during_which_it_runs(
     assert timing.parts["offload"] == pytest.approx(2.5 * COMPUTE - hidden, rel=0.01)
 
 
+def test_a_cpu_that_clips_by_the_norm_of_the_step_before_clips_while_gradients_arrive() -> None:
+    offload = dataclasses.replace(SETUP, offload_params=True, max_grad_norm=1.0, clip_by_last_norm=True)
+    clip, adam = (Work("memory", 0, COMPUTE * 51e9 * 0.7, "a", phase, "offload") for phase in ("clip", "optimizer"))
+    timing = timed([matmul("a"), matmul("a", 2 * COMPUTE, "backward"), clip, adam], offload)
+    assert timing.parts["offload"] == pytest.approx(0, abs=1e-9)
+
+
 def estimate(
     steps: Sequence[Event], setup: TrainingSetup = SETUP, efficiency: Efficiency = PERFECT
 ) -> ThroughputEstimate:
