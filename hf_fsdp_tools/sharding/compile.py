@@ -32,8 +32,9 @@ def check_options(options: Mapping[str, Any], device_type: str, recompute: Recom
     has_graphs = options.get("mode") in ("max-autotune", "reduce-overhead") or options.get("backend") == "cudagraphs"
     if device_type != "cpu" and (has_graphs or (options.get("options") or {}).get("triton.cudagraphs")):
         raise ConfigError(
-            f"torch.compile with {dict(options)} records CUDA graphs, and FSDP2 gathers parameters at other addresses "
-            "in each step. Use mode='max-autotune-no-cudagraphs', or leave the mode out."
+            f"torch.compile with {dict(options)} records CUDA graphs, and parameters are at other addresses in each "
+            "step, where FSDP2 gathers them or one GPU casts them. Use mode='max-autotune-no-cudagraphs', or leave "
+            "the mode out."
         )
 
 
