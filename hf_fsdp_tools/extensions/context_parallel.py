@@ -34,6 +34,7 @@ from hf_fsdp_tools.extensions.readers import (
     takes_cache,
 )
 from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
+from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -254,7 +255,7 @@ def _add_to_part(
 def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, with_loss: Any) -> Any:
     """Pad whole rows to a multiple of the ranks, and take this rank's part of the labels."""
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-    rows.is_cut = given.get("past_key_values") is None and not given.get("use_cache")
+    rows.is_cut = not given.get("use_cache") and all(given.get(name) is None for name in CACHES)
     if not rows.is_cut:
         return args, kwargs
     tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)

@@ -22,6 +22,7 @@ from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
+from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 
@@ -38,7 +39,7 @@ _ALONG_ROWS = {
     "chunk_kimi_delta_attention": (2, 1),
 }
 """Functions of transformers that run along rows, with the dimensions of heads (or channels) and of tokens."""
-KEYS = frozenset({"past_key_values"})
+KEYS = frozenset(CACHES)
 """The argument by which attention is given the keys of whole rows, where its code would not attend from them all."""
 _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 """Kernels for a whole module, which then runs in steps, as it does where there is no such kernel."""
@@ -71,7 +72,7 @@ def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[
 def may_read_keys(module: Any, way: frozenset[str]) -> bool:
     """Whether a reader may be tried with the keys of whole rows: attention that takes a cache and any mask."""
     is_attention = _ATTENTION in _functions(type(module).forward) and hasattr(module, "config")
-    takes_both = {*KEYS, "attention_mask"} <= {*_parameters(type(module).forward)}
+    takes_both = len({*KEYS, "attention_mask"} & {*_parameters(type(module).forward)}) == 2
     is_tried = way == KEYS or note_of(module).reads
     return is_attention and takes_both and not is_tried and module.config._attn_implementation in _WITH_ANY_MASK
 
@@ -174,7 +175,7 @@ def _give_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, ro
     if not rows.is_cut:
         return args, kwargs
     names = _parameters(type(module).forward)
-    given = dict(zip(names, args, strict=False)) | kwargs | {"past_key_values": _KeysOfRows(rows)}
+    given = dict(zip(names, args, strict=False)) | kwargs | dict.fromkeys(KEYS.intersection(names), _KeysOfRows(rows))
     is_added = module.config._attn_implementation == "eager"
     mask = _mask_of_part(module, given[names[0]], given.get("attention_mask"), rows, is_added=is_added)
     return (), given | {"attention_mask": None if mask is None else mask[..., : rows.length]}

@@ -10,6 +10,9 @@ from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
+CACHES = ("past_key_values", "cache")
+"""Names of the argument by which a model is given a cache, before transformers 5.24 and since."""
+
 _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Names of dtypes that Accelerate, Trainer and the command line have, and torch has not."""
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError, warn
+from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
@@ -95,7 +96,7 @@ class ParameterChecks(Feature):
                     "model.cpu(); the mesh decides where shards are."
                 )
             trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
-            is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
+            is_prefixed = any(kwargs.get(name) is not None for name in CACHES)  # by PEFT's prefix tuning
             if not trained and not is_prefixed:
                 require_floats(
                     module,
