@@ -1,6 +1,9 @@
 """Rows of a census: each type in processes of its own, with a time limit, written as they come; and their summary."""
 
+import hashlib
+import inspect
 import json
+import re
 import sys
 import tempfile
 import time
@@ -8,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,13 +57,15 @@ class Census:
                 row["why"] = str(error).strip().splitlines()[-1].replace(folder, "")[:400]
                 if self.refusal in row["why"]:
                     row["verdict"] = "refused"
-        return row | {"seconds": round(time.monotonic() - start, 1)}
+        return row | {"seconds": round(time.monotonic() - start, 1), "code": code_of(model_type)}
 
     def write(self, output: Path, only: list[str], jobs: int) -> int:
-        """Add the row of each type that has none (or is asked for) to a file; write the summary beside it; return the
-        exit status."""
-        written = written_rows(output)
-        types = only or [name for name in sorted(CONFIG_MAPPING) if name not in written and self.takes_part(name)]
+        """Add the row of each type that has none of today's code (or is asked for) to a file; write the summary beside
+        it; return the exit status."""
+        done = {name for name, row in written_rows(output).items() if row.get("code") == code_of(name)}
+        types = [
+            name for name in only or sorted(CONFIG_MAPPING) if name not in done - {*only} and self.takes_part(name)
+        ]
         with output.open("a") as file, ThreadPoolExecutor(jobs) as pool:  # each job takes as many processes as ranks
             for count, future in enumerate(as_completed([pool.submit(self.row_of, name) for name in types]), 1):
                 row = future.result()
@@ -87,6 +93,22 @@ class Census:
         )
         shown = ("\n".join(markdown(heads, cells)) for heads, cells in tables)
         return "\n\n".join((f"# Census\n\n{self.about}\nMade with {versions}.", *shown)) + "\n"
+
+
+@cache
+def code_of(model_type: str) -> str:
+    """A sum over the code of a type in transformers, and of the types that it takes code of. What all types share is
+    left out: it changes with each release."""
+    known, wanted = set[Path](), {Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent}
+    while wanted:
+        known |= wanted
+        text = "".join(path.read_text() for folder in wanted for path in sorted(folder.glob("*_*.py")))
+        others = re.findall(r"^from \.\.(\w+)", text, re.MULTILINE)
+        wanted = {folder.parent / name for folder in wanted for name in others if name != "auto"} - known
+    files = sorted(
+        path for folder in known for kind in ("modeling", "configuration") for path in folder.glob(f"{kind}_*")
+    )
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def written_rows(path: Path) -> dict[str, Row]:

@@ -11,7 +11,7 @@ import torch
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.proof.batches import WORDS
-from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_kinds
+from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_adapter, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
 from tests.census.agree import examine_sharded
@@ -28,12 +28,14 @@ DEGREES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size"}
 DEGREES |= {name: f"{name}_size" for name in ("cp", "tp", "ep")}
 
 
-def census_on(mesh: str) -> Census:
-    """The census on a mesh such as shard2xcp2, or on 2 ranks of plain FSDP."""
+def census_on(mesh: str, *, has_adapter: bool = False) -> Census:
+    """The census on a mesh such as shard2xcp2, or on 2 ranks of plain FSDP; of all weights, or of LoRA."""
     return Census(
-        about=ABOUT + (ABOUT_MESH.format(mesh) if mesh else ""),
+        about=ABOUT
+        + (ABOUT_MESH.format(mesh) if mesh else "")
+        + (" LoRA on all linear layers." if has_adapter else ""),
         takes_part=partial(takes_part, mesh=mesh),
-        prepare=partial(examine_plain, mesh=mesh),
+        prepare=partial(examine_plain, mesh=mesh, has_adapter=has_adapter),
         compare=examine_on_ranks,
         judge=judged,
         ranks=size_of(mesh),
@@ -63,7 +65,9 @@ def takes_part(model_type: str, mesh: str) -> bool:
     return is_causal(model_type) and all(any(getattr(each, plan, None) for each in configs) for plan in plans)
 
 
-def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, mesh: str = "") -> Row:
+def examine_plain(
+    model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, mesh: str = "", has_adapter: bool = False
+) -> Row:
     """Facts of a case, which is left in the folder with what the plain model computes."""
     dims, config = dims_of(mesh), build_config(model_type)
     try:
@@ -82,6 +86,11 @@ def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRE
     if mesh:
         case, _ = with_kinds(case)
         row["kinds"] = " ".join(case.batches)
+    if has_adapter:
+        try:
+            case = with_adapter(case)
+        except ValueError as error:  # PEFT finds nothing to adapt
+            return {**row, "why": str(error)[:200]}
     case = replace(case, dims=dims)
     plain = {}
     for precision in precisions:

@@ -1,0 +1,80 @@
+"""Certificates: what agrees with one process, of each model type of the installed transformers; one table."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.census import packed, plans, resumed
+from tests.census.defaults import CONFIG_MAPPING
+from tests.census.rows import Census, Row, is_causal, markdown, written_rows
+from tests.census.trained import census_on, takes_part
+
+CENSUSES: dict[str, Census] = {
+    "plan": plans.CENSUS,
+    "fsdp": replace(census_on(""), takes_part=lambda name: takes_part(name, "") and not is_causal(name)),
+    "fsdp_packed": census_on("shard2"),
+    "tp2": census_on("tp2"),
+    "ep2": census_on("ep2"),
+    "cp2": census_on("cp2"),
+    "lora": replace(census_on("", has_adapter=True), takes_part=is_causal),
+    "lora_on_fp8": packed.CENSUS,
+    "resumed": resumed.CENSUS,
+}
+"""By the name of the file with its rows. Models of words train with packed rows, too; others on rows alone."""
+
+COLUMNS = (
+    "plan", "load", "fsdp", "tp 2", "ep 2", "cp 2", "packed rows", "LoRA", "LoRA on stored FP8", "resumed on 2 ranks",
+)  # fmt: skip
+
+
+def certify(folder: Path, only: list[str], jobs: int) -> int:
+    """Run what has no row of today's code, census by census; write the table; return the exit status."""
+    folder.mkdir(exist_ok=True)
+    status = [census.write(folder / f"{name}.jsonl", only, jobs) for name, census in CENSUSES.items()]
+    rows = {name: written_rows(folder / f"{name}.jsonl") for name in CENSUSES}
+    (folder / "certificates.md").write_text(table(rows), encoding="utf-8")
+    return max(status)
+
+
+def cells_of(model_type: str, rows: dict[str, dict[str, Row]]) -> list[tuple[str, str]]:
+    """(mark, why) of each column: ✓, refused, differs, or – where nothing was compared."""
+    own = {name: of_types.get(model_type, {}) for name, of_types in rows.items()}
+    trained = own["fsdp_packed"] or own["fsdp"]
+    loaded = {
+        "verdict": {"ok": "agrees", "differs": "failed"}.get(trained.get("fp32_load", ""), trained.get("verdict"))
+    }
+    has_packed = "packed" in trained.get("kinds", "")
+    found = (
+        own["plan"], trained | loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {},
+        own["lora"], own["lora_on_fp8"], own["resumed"],
+    )  # fmt: skip
+    marks = {"agrees": "✓", "refused": "refused", "failed": "differs"}
+    return [(marks.get(row.get("verdict", ""), "–"), row.get("why", "")) for row in found]
+
+
+def table(rows: dict[str, dict[str, Row]]) -> str:
+    """Totals, a line for each type, and why something is refused or differs."""
+    types = sorted({name for of_types in rows.values() for name in of_types} & set(CONFIG_MAPPING))
+    cells = {name: cells_of(name, rows) for name in types}
+    counts = [Counter(cells[name][i][0] for name in types) for i in range(len(COLUMNS))]
+    totals = [(mark, *(str(count[mark]) for count in counts)) for mark in ("✓", "refused", "differs", "–")]
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for name in types:
+        for column, (mark, why) in zip(COLUMNS, cells[name], strict=True):
+            if mark in ("refused", "differs"):
+                reasons.setdefault((name, mark, why), []).append(column)
+    seconds = sum(row["seconds"] for of_types in rows.values() for row in of_types.values())
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
+    parts: Iterable[tuple[tuple[str, ...], Iterable[tuple[str, ...]]]] = (
+        (("", *COLUMNS), totals),
+        (("type", *COLUMNS), ((name, *(mark for mark, _ in cells[name])) for name in types)),
+        (("type", "", "columns", "why"), ((n, mark, ", ".join(c), why) for (n, mark, why), c in reasons.items())),
+    )
+    about = (
+        f"What a small model of each type computes on 2 CPU ranks, compared with one process: `python -m tests.census "
+        f"all FOLDER`.\nMade with {versions}, in {seconds / 3600:.1f} hours of jobs. –: it has no such part, or no small "
+        "model of it was made."
+    )
+    return "\n\n".join(["# Certificates", about, *("\n".join(markdown(*part)) for part in parts)]) + "\n"
