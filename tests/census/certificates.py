@@ -42,14 +42,11 @@ def cells_of(model_type: str, rows: dict[str, dict[str, Row]]) -> list[tuple[str
     """(mark, why) of each column: ✓, refused, differs, or – where nothing was compared."""
     own = {name: of_types.get(model_type, {}) for name, of_types in rows.items()}
     trained = own["fsdp_packed"] or own["fsdp"]
-    loaded = {
-        "verdict": {"ok": "agrees", "differs": "failed"}.get(trained.get("fp32_load", ""), trained.get("verdict"))
-    }
+    found_in_files = {"ok": "agrees", "differs": "failed"}.get(trained.get("fp32_load", ""), trained.get("verdict"))
+    loaded = trained | {"verdict": found_in_files}
     has_packed = "packed" in trained.get("kinds", "")
-    found = (
-        own["plan"], trained | loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {},
-        own["lora"], own["lora_on_fp8"], own["resumed"],
-    )  # fmt: skip
+    found = (own["plan"], loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {})
+    found += (own["lora"], own["lora_on_fp8"], own["resumed"])
     marks = {"agrees": "✓", "refused": "refused", "failed": "differs"}
     return [(marks.get(row.get("verdict", ""), "–"), row.get("why", "")) for row in found]
 
@@ -73,8 +70,8 @@ def table(rows: dict[str, dict[str, Row]]) -> str:
         (("type", "", "columns", "why"), ((n, mark, ", ".join(c), why) for (n, mark, why), c in reasons.items())),
     )
     about = (
-        f"What a small model of each type computes on 2 CPU ranks, compared with one process: `python -m tests.census "
-        f"all FOLDER`.\nMade with {versions}, in {seconds / 3600:.1f} hours of jobs. –: it has no such part, or no small "
-        "model of it was made."
+        "What a small model of each type computes on 2 CPU ranks, compared with one process: "
+        f"`python -m tests.census all FOLDER`.\nMade with {versions}, in {seconds / 3600:.1f} hours of jobs. –: it has no "
+        "such part, or no small model of it was made."
     )
     return "\n\n".join(["# Certificates", about, *("\n".join(markdown(*part)) for part in parts)]) + "\n"

@@ -1,4 +1,4 @@
-"""Rows of resumed runs: a state that one process saved, with the moments of its optimizer, goes on in shards of 2 ranks.
+"""Rows of resumed runs: what one process saved, weights and the moments of AdamW, goes on in shards of 2 ranks.
 
 Gradients are drawn, the same for both steps of every run, so that nothing but weights and moments decides.
 """
@@ -98,8 +98,8 @@ def worse(ranks: list[Row]) -> Row:
 
 
 CENSUS = Census(
-    about="""A state of one process, saved by an Accelerator after a step of AdamW, goes on in shards of 2 ranks; weights
-after the second step are those of a run that was not interrupted.""",
+    about="""What an Accelerator of one process saved after a step of AdamW goes on in shards of 2 ranks; weights after
+the second step are those of a run that was not interrupted.""",
     takes_part=lambda model_type: bool(classes_by_default(model_type)),
     prepare=saved_after_a_step,
     compare=resumed,
