@@ -71,7 +71,7 @@ def table(rows: dict[str, dict[str, Row]]) -> str:
     )
     about = (
         "What a small model of each type computes on 2 CPU ranks, compared with one process: "
-        f"`python -m tests.census all FOLDER`.\nMade with {versions}, in {seconds / 3600:.1f} hours of jobs. –: it has no "
-        "such part, or no small model of it was made."
+        f"`python -m tests.census all FOLDER`.\nMade with {versions}, in {seconds / 3600:.1f} hours of jobs. –: it has "
+        "no such part, or no small model of it was made."
     )
     return "\n\n".join(["# Certificates", about, *("\n".join(markdown(*part)) for part in parts)]) + "\n"
