@@ -40,8 +40,18 @@ MODELS = {
     "mistral-7b": ("mistralai/Mistral-7B-v0.3", 8),
     "gpt-oss-20b": ("openai/gpt-oss-20b", 8),
     "phi-4": ("microsoft/phi-4", 8),
+    "gpt-oss-20b-mxfp4": ("openai/gpt-oss-20b", 1),
+    "qwen3.5-27b": ("Qwen/Qwen3.5-27B", 8),
+    "qwen3.6-35b-a3b": ("Qwen/Qwen3.6-35B-A3B", 8),
+    "gemma-4-31b": ("google/gemma-4-31B", 8),
+    "gemma-4-26b-a4b": ("google/gemma-4-26B-A4B", 8),
+    "glm-4.5-air": ("zai-org/GLM-4.5-Air", 8),
+    "mistral-small-4": ("mistralai/Mistral-Small-4-119B-2603", 8),
+    "nemotron-3-nano": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8),
 }
 """Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --config`."""
+AS_STORED = ("gpt-oss-20b-mxfp4",)
+"""LoRA on a base that stays as it is stored."""
 
 
 def command(name: str, output: str) -> list[str]:
@@ -53,7 +63,8 @@ def command(name: str, output: str) -> list[str]:
     if name in MODELS:
         model, count = MODELS[name]
         gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]
-        return ["config", model, "--recipe", "finetune", *gpus, *rule, *end]
+        stored = ["--dequantize", "false"] if name in AS_STORED else []
+        return ["config", model, "--recipe", "finetune", *gpus, *stored, *rule, *end]
     gpu, count = MACHINES[name]
     several = ["--num-machines", "2", "--slurm"] if count > 8 else []
     return ["config", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]

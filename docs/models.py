@@ -3,16 +3,24 @@
 Each gives the model's shapes; what does not change them (dropout, special tokens) is left at transformers' defaults.
 """
 
+from typing import Any
+
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -50,6 +58,19 @@ def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *,
         tie_word_embeddings=tied,
     )
 
+
+def _gemma4(**sizes: Any) -> Gemma4Config:
+    """A large model of the Gemma 4 family: no embedding for each layer, global layers of which keys are values."""
+    return Gemma4Config(
+        text_config={"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024, **sizes},
+        audio_config=None,
+    )
+
+
+_NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+"""Its layers: state spaces, experts, attention."""
+
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": _llama(4096, 14336, 32, 32),
@@ -107,6 +128,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_local_experts=32,
         num_experts_per_tok=4,
         max_position_embeddings=131072,
+        quantization_config=_MXFP4,
     ),
     "phi-4": Phi3Config(
         vocab_size=100352,
@@ -118,6 +140,68 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         max_position_embeddings=16384,
         original_max_position_embeddings=16384,
         pad_token_id=100349,
+    ),
+    "Qwen3.5-27B": Qwen3_5Config(
+        text_config={
+            "vocab_size": 248320,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+            "max_position_embeddings": 262144,
+        },
+        vision_config={"out_hidden_size": 5120},
+    ),
+    "Qwen3.6-35B-A3B": Qwen3_5MoeConfig(text_config={"max_position_embeddings": 262144}),
+    "gemma-4-31B": _gemma4(
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+    ),
+    "gemma-4-26B-A4B": _gemma4(
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_hidden_layers=30,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "GLM-4.5-Air": Glm4MoeConfig(
+        hidden_size=4096,
+        intermediate_size=10944,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=131072,
+    ),
+    "Mistral-Small-4-119B-2603": Mistral4Config(architectures=["Mistral4ForCausalLM"]),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NemotronHConfig(
+        hidden_size=2688,
+        layers_block_type=[
+            {"M": "linear_attention", "E": "moe", "*": "full_attention"}[each] for each in _NEMOTRON_3_NANO
+        ],
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        num_key_value_heads=2,
+        max_position_embeddings=262144,
     ),
     "Mixtral-8x7B": MixtralConfig(max_position_embeddings=32768),
     "GPT-2": GPT2Config(),

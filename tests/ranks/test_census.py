@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_fsdp_tools.proof.compare import PRECISIONS
 from tests._dist import run_alone, run_cases, run_ranks
-from tests.census import packed
+from tests.census import packed, resumed
 from tests.census.trained import examine_on_ranks, examine_plain, judged, size_of
 
 SAMPLE = {
@@ -118,3 +118,11 @@ def _quantised(model_type, folder):
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     run_alone(_plain, THERE, tmp_path)
     run_ranks(_sample, 2, tmp_path, THERE)
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("resumed states", "FSDP2")
+def test_a_sample_goes_on_in_shards_from_the_state_of_one_process():
+    for name in ("gpt2", "qwen3_moe", "dinov3_vit"):
+        row = resumed.CENSUS.row_of(name)
+        assert row["verdict"] == "agrees", row

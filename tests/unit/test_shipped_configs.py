@@ -75,6 +75,7 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     layers = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
     words += ["--tp-size", str(layers)] * (layers > 1)
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
+    words += ["--dequantize", "false"] * (run.get("dequantize") is False)
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["total"] < memory["limit_bytes"]
@@ -95,7 +96,7 @@ def test_a_recipe_takes_the_options_for_every_model(monkeypatch: Any) -> None:
     trl = pytest.importorskip("trl")
     from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
 
-    assert len(MODELS) == 13
+    assert len(MODELS) == 21
     for path in MODELS:
         run, launch = options_of(path)
         launch_file = path.with_name(path.name.replace(".run", ""))
