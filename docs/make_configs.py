@@ -50,8 +50,9 @@ MODELS = {
     "nemotron-3-nano": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8),
 }
 """Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --config`."""
-AS_STORED = ("gpt-oss-20b-mxfp4",)
-"""LoRA on a base that stays as it is stored."""
+MORE = {"gpt-oss-20b-mxfp4": ["--dequantize", "false"]}
+MORE |= {name: ["--images", "0"] for name in ("qwen3.5-27b", "qwen3.6-35b-a3b", "gemma-4-31b", "gemma-4-26b-a4b")}
+"""Options of some: LoRA on a base that stays as it is stored; rows of text for a model that takes images, too."""
 
 
 def command(name: str, output: str) -> list[str]:
@@ -63,8 +64,7 @@ def command(name: str, output: str) -> list[str]:
     if name in MODELS:
         model, count = MODELS[name]
         gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]
-        stored = ["--dequantize", "false"] if name in AS_STORED else []
-        return ["config", model, "--recipe", "finetune", *gpus, *stored, *rule, *end]
+        return ["config", model, "--recipe", "finetune", *gpus, *MORE.get(name, []), *rule, *end]
     gpu, count = MACHINES[name]
     several = ["--num-machines", "2", "--slurm"] if count > 8 else []
     return ["config", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]

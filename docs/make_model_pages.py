@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from models import CONFIGS
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
@@ -220,8 +221,35 @@ def index(pages: list[Path]) -> str:
         "✓: a small model of the code agreed with one process on 2 CPU ranks. –: it has no such part, or was not tried."
     )
     head = [f"| type | parameters | {' | '.join(columns)} |", f"| --- | --- |{' --- |' * len(columns)}"]
+    shipped = [
+        "## Settings",
+        "",
+        "`hf-fsdp finetune --config NAME` takes these, found by `hf-fsdp config`, for cards of 80 GB, rows of 4,096.",
+        "",
+        "| `--config` | Model | GPUs | Trained | Rows × micro-batches of a GPU | Memory of a GPU, estimated |",
+        f"|{' --- |' * 6}",
+        *map(settings, sorted((ROOT / "accelerate_configs" / "models").glob("*.run.yaml"))),
+        "",
+    ]
     toctree = ["```{toctree}", ":hidden:", ":glob:", "*", "```"]
-    return "\n".join(["# Models", "", about, "", *head, *rows, "", *toctree, ""])
+    return "\n".join(["# Models", "", about, "", *head, *rows, "", *shipped, *toctree, ""])
+
+
+def settings(path: Path) -> str:
+    """The line of a pair of files for one model."""
+    name = path.name.removesuffix(".run.yaml")
+    text = path.with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    run, launch = yaml.safe_load(path.read_text(encoding="utf-8")), yaml.safe_load(text)
+    tp_size = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
+    trained = [f"LoRA, rank {run['lora_r']}" if run.get("use_peft") else "all parameters"]
+    trained += ["base as stored"] * (run.get("dequantize") is False)
+    trained += ["activation checkpointing"] * launch["fsdp_config"]["fsdp_activation_checkpointing"]
+    trained += [f"`tp_size` {tp_size}"] * (tp_size > 1)
+    memory = re.search(r"^# memory +(\S+ GB)", text, re.MULTILINE)
+    assert memory is not None, path
+    rows = f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
+    model, count = run["model_name_or_path"], launch["num_processes"]
+    return f"| `{name}` | {model} | {count} | {', '.join(trained)} | {rows} | {memory[1]} |"
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.extensions.muon.matrices import sizes_of_matrices
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
+from hf_fsdp_tools.foresight.tracing.delta_rule import as_kernels
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, Values, batch_of, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, chunk_loss, notes_of, tensors_in
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
@@ -117,7 +118,8 @@ def _dry_run(
                 stack.callback(masks.__setitem__, "sdpa", masks["sdpa"])
                 masks["sdpa"] = lambda *_, **__: None
             if device == "cuda":
-                stack.enter_context(AsOnCuda())
+                for context in (AsOnCuda(), *as_kernels(twin)):
+                    stack.enter_context(context)
             for context in (recorder.chunks_once(), recorder, _failures_named(twin, recorder, is_all=images is None)):
                 stack.enter_context(context)
             loss = twin(**batch)["loss"]  # the logits are dropped before the backward pass, as by a Trainer

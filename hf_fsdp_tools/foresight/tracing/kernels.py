@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Operation
+from hf_fsdp_tools.foresight.tracing.delta_rule import NAMES, delta_rule_flops
 from hf_fsdp_tools.modeling.four_bits import left_as_floats
 
 # Operations without a kernel
@@ -102,8 +103,11 @@ def _grouped_mm(
 def notes_of(model: nn.Module) -> Iterator[str]:
     """Yield what a reader should know of kernels: those that are estimated where a GPU may run others."""
     kinds, title = {type(module): module for module in model.modules()}, type(model).__name__
-    convolved = (kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children()))
-    if mixer := next((kind for kind in convolved if hasattr(sys.modules[kind.__module__], "causal_conv1d_fn")), None):
+    convolved = [kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children())]
+    files = {kind: sys.modules[kind.__module__] for kind in convolved}
+    if ruled := next((kind for kind, file in files.items() if any(hasattr(file, name) for name in NAMES)), None):
+        yield f"{ruled.__name__} is estimated with the kernels of fla; without them, transformers keeps far more."
+    elif mixer := next((kind for kind, file in files.items() if hasattr(file, "causal_conv1d_fn")), None):
         kept = "the kernels for it (mamba_ssm, causal_conv1d, fla) keep far fewer activations."
         yield f"{mixer.__name__} is estimated as transformers computes it in PyTorch; {kept}"
     yield from left_as_floats(model)
@@ -127,7 +131,9 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     if "attention" in name:
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         return ("attention", *_attention_flops(arguments, is_backward="backward" in name))
-    if name == "_grouped_mm":  # rows are distributed over the groups, or summed within them
+    if "delta_rule" in name:
+        flops = delta_rule_flops(args[1].shape, args[2].shape, is_backward="backward" in name)
+    elif name == "_grouped_mm":  # rows are distributed over the groups, or summed within them
         flops = 2.0 * args[0].numel() * args[1].shape[-1]
     else:
         count = flop_registry.get(func.overloadpacket)

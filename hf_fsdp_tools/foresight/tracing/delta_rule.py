@@ -1,0 +1,90 @@
+"""The gated delta rule as a library (`fla`) computes it on a GPU, in place of transformers' loop over chunks.
+
+The loop, which runs where the library is not installed, keeps about twenty tensors of each chunk, and would be followed
+chunk by chunk: a row of 131,072 tokens has 2,048.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.modeling.module_tree import replaced
+
+NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+"""What transformers' files call it (5.24)."""
+
+CHUNK = 64
+"""Tokens of a chunk, as of transformers' loop. What is kept: inputs, the decay summed up in a chunk, the inverse of
+its system; states are made again. (assumed, of the library)"""
+
+
+def delta_rule_flops(keys: torch.Size, values: torch.Size, *, is_backward: bool) -> float:
+    """Floating-point operations of a pass: scores of keys and queries in each chunk, the solution of its triangular
+    system, products with values and with the state. The backward pass makes the states again, and two gradients of each
+    product."""
+    (*_, key_dim), (batch, tokens, heads, value_dim) = keys, values
+    products = CHUNK * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim
+    return float(batch * tokens * heads * products * (2.5 if is_backward else 1))
+
+
+@torch.library.custom_op("hf_fsdp_tools::delta_rule", mutates_args=())
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("It is followed without data.")
+
+
+@_forward.register_fake
+def _made(query: Any, key: Any, value: Any, decay: Any, beta: Any) -> tuple[torch.Tensor, ...]:
+    """Outputs, the inverse of each chunk's system, and the decay summed up in it."""
+    inverse = value.new_empty((*value.shape[:-1], CHUNK), dtype=query.dtype)
+    return torch.empty_like(value, dtype=query.dtype), inverse, torch.empty_like(decay, dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_fsdp_tools::delta_rule_backward", mutates_args=())
+def _backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, inverse: torch.Tensor,
+    summed: torch.Tensor, states: torch.Tensor, gradient: torch.Tensor
+) -> list[torch.Tensor]:  # fmt: skip
+    raise NotImplementedError("It is followed without data.")
+
+
+@_backward.register_fake
+def _gradients(query: Any, key: Any, value: Any, beta: Any, inverse: Any, summed: Any, *rest: Any) -> Any:
+    return [torch.empty_like(each) for each in (query, key, value, summed, beta)]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, _, beta = inputs
+    ctx.save_for_backward(query, key, value, beta, *output[1:])
+
+
+def _back(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    query, key, value, *rest = ctx.saved_tensors
+    chunks = -(-value.shape[1] // CHUNK)  # whose states are made again
+    states = value.new_empty((value.shape[0], chunks, value.shape[2], key.shape[-1], value.shape[-1]))
+    made = torch.ops.hf_fsdp_tools.delta_rule_backward(query, key, value, *rest, states, gradient)
+    return tuple(made)
+
+
+_forward.register_autograd(_back, setup_context=_keep)
+
+
+def as_kernels(model: nn.Module) -> Iterator[AbstractContextManager[Any]]:
+    """Yield blocks in which the files of a model call the kernel."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        file = sys.modules[name]
+        if found := {each: _computed for each in NAMES if hasattr(file, each)}:
+            yield replaced(file, **found)
+
+
+def _computed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """The outputs; in training no state is asked for."""
+    made: torch.Tensor = _forward(query, key, value, g, beta)[0]
+    return made, None

@@ -1,0 +1,45 @@
+"""The gated delta rule in an estimate: one kernel in each pass, whatever the length of a row."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from hf_fsdp_tools.foresight.events import Work
+from hf_fsdp_tools.foresight.forecast import build
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.tracing.delta_rule import CHUNK, delta_rule_flops
+from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
+def events(tokens: int, device: str) -> list[Work]:
+    config = Qwen3_5TextConfig(**SIZES, num_hidden_layers=4, vocab_size=256)
+    setup = TrainingSetup(num_processes=2, max_length=tokens)
+    model, plan = build(config, setup)
+    return [each for each in trace_model(model, plan, setup, device=device).events if isinstance(each, Work)]
+
+
+def test_operations_are_those_of_transformers_loop_and_of_its_triangular_system() -> None:
+    query = torch.randn(2, 256, 2, 16)
+    value, rates = torch.randn(2, 256, 4, 32), torch.rand(2, 256, 4)
+    with FlopCounterMode(display=False) as counted:
+        modeling_qwen3_5.torch_chunk_gated_delta_rule(query, query, value, -rates, rates, chunk_size=CHUNK)
+    solved = 2 * 256 * 4 * CHUNK * (16 + 32)
+    found = delta_rule_flops(query.shape, value.shape, is_backward=False)
+    assert found == counted.get_total_flops() + solved
+
+
+def test_a_long_row_takes_no_more_kernels_than_a_short_one_on_a_gpu_and_its_loop_is_followed_on_a_cpu() -> None:
+    short, long = events(128, "cuda"), events(1024, "cuda")
+    assert len(short) == len(long)
+    rule = delta_rule_flops(torch.Size((1, 1024, 2, 16)), torch.Size((1, 1024, 4, 32)), is_backward=False)
+    assert [work.flops for work in long].count(rule) == 3 and [work.flops for work in long].count(2.5 * rule) == 3
+    assert len(events(256, "cpu")) > len(events(128, "cpu")) > len(short)
