@@ -23,6 +23,7 @@ from torch import nn
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.arguments import CACHES
+from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 
@@ -97,7 +98,7 @@ def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool
         return True
     if _ATTENTION not in functions:
         return False
-    config = getattr(module, "config", None)
+    config = config_of_layer(module)
     if config is None or len(functions) > 1:
         return True
     function = config._attn_implementation

@@ -26,6 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.divided_head import DividedHead, as_no_view
+from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
@@ -258,7 +259,7 @@ def _check_heads(model: nn.Module, rules: Mapping[str, tuple[str, str]], size: i
     """Refuse attention whose heads the ranks cannot divide."""
     divided = {name.rpartition(".")[0] for name, (kind, style) in rules.items() if kind == "tp" and style == "colwise"}
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
+        config = config_of_layer(module)
         if name not in divided or config is None or not hasattr(module, "head_dim"):
             continue
         for key in ("num_attention_heads", "num_key_value_heads"):

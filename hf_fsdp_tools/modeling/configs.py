@@ -21,6 +21,13 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_targ
 """How configurations name the number of positions."""
 
 
+def config_of_layer(module: Any) -> Any:
+    """The configuration of an attention module, or None; that of its layer where layers differ (transformers 5.22)."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    differs = layer is not None and getattr(config, "is_heterogeneous", False)
+    return config.per_layer_config[layer] if differs and config is not None else config
+
+
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text model within a configuration, itself where there is none; of two, the decoder's."""
     try:

@@ -5,6 +5,7 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
 from hf_fsdp_tools import ConfigError, ParallelDims
@@ -78,3 +79,18 @@ def test_sizes_are_whole_numbers_from_1_that_fit():
     ):
         with pytest.raises(MeshError, match=said):
             ParallelDims(**sizes).resolve(8)
+
+
+def test_heads_are_those_of_each_layer_where_layers_differ():
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    sizes |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "vocab_size": 64}
+    config = transformers.Gemma4TextConfig(**sizes, hidden_size_per_layer_input=0)
+    said = "num_key_value_heads 2 of model.layers.5.self_attn cannot be divided by tp_size 4"
+    with pytest.raises(ConfigError, match=said):
+        checked_rules(build_meta_model(config), 4, 1)
