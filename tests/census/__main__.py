@@ -5,6 +5,7 @@
     python -m tests.census train OUTPUT.jsonl --mesh shard2xcp2   # with these degrees: cp2, cp4, tp2, ep2, tp2xep2, ...
     python -m tests.census packed OUTPUT.jsonl                    # trains adapters on bases that stay in FP8
     python -m tests.census stream OUTPUT.jsonl --only llama t5    # what live_weights gives beside the files
+    python -m tests.census routers OUTPUT.jsonl                   # experts that are chosen when blocks run again
 
 A row is written as it comes, and what has a row is not run again unless --only asks for it; a summary (.md) is written
 beside the rows. All of it is compared with the plain model in one process (`hf_fsdp_tools/proof`).
@@ -15,11 +16,11 @@ import sys
 from pathlib import Path
 
 from tests._dist import hide_gpus
-from tests.census import packed, plans, streamed, trained
+from tests.census import packed, plans, routers, streamed, trained
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("census", choices=("plans", "train", "packed", "stream"))
+    parser.add_argument("census", choices=("plans", "train", "packed", "stream", "routers"))
     parser.add_argument("output", type=Path, help="rows are added here (.jsonl)")
     parser.add_argument("--only", nargs="*", default=[], help="model types; default: all without a row")
     parser.add_argument("--jobs", type=int, default=2)
@@ -27,5 +28,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     hide_gpus()
     censuses = {"plans": plans.CENSUS, "packed": packed.CENSUS, "stream": streamed.CENSUS}
+    censuses["routers"] = routers.CENSUS
     kind = censuses.get(given.census) or trained.census_on(given.mesh)
     sys.exit(kind.write(given.output, given.only, given.jobs))
