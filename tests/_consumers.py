@@ -138,6 +138,25 @@ class WeightTransferTrainerFactory:
         return Engine(source, init_info.rank, client)
 
 
+# ---- vLLM's reader of adapters ----
+
+
+def expert_deltas_of_vllm(file: Mapping[str, torch.Tensor], num_experts: int, scale: float) -> Tensors:
+    """What vLLM (0.33, `lora/model_manager.py`) adds to stacked experts by an adapter's file: behind `base_layer` are
+    the factors of `gate_up_proj`, else those of `down_proj`; A has the experts outside the rank, B inside."""
+    names = {".experts.base_layer": "gate_up_proj", ".experts": "down_proj"}
+    deltas: Tensors = {}
+    for key, a in file.items():
+        module, found, _ = key.removeprefix("base_model.model.").partition(".lora_A.")
+        ending = next((each for each in names if module.endswith(each)), None)
+        if not found or ending is None:
+            continue
+        b = file[key.replace(".lora_A.", ".lora_B.")]
+        a, b = a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+        deltas[f"{module.removesuffix(ending)}.experts.{names[ending]}"] = b @ a * scale
+    return deltas
+
+
 # ---- servers ----
 
 
