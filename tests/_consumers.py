@@ -6,7 +6,6 @@ What a contract refuses, a stand-in refuses.
 """
 
 import json
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -280,13 +279,11 @@ class AsyncVLLMServer(Served):
 
     def in_the_trainer(self) -> dict[str, Any]:
         """What TRL's `weight_transfer` imports of vLLM."""
-        ports = socket.create_server(("127.0.0.1", 0))
-        port = ports.getsockname()[1]
-        ports.close()
+        listener = Listener(("127.0.0.1", 0))
 
         def trainer_init(init_info: dict[str, Any]) -> Any:
-            with Listener(("127.0.0.1", init_info["master_port"])) as listener:
-                return SimpleNamespace(group=SimpleNamespace(connection=listener.accept()))
+            assert init_info["master_port"] == listener.address[1]
+            return SimpleNamespace(group=SimpleNamespace(connection=listener.accept()))
 
         def producer(iterator: Iterator[Any], group: Any, src: int, post_iter_func: Any) -> None:
             for item in iterator:
@@ -299,7 +296,7 @@ class AsyncVLLMServer(Served):
             "open_trainer_endpoint": trainer_init,
             "packed_nccl_broadcast_producer": producer,
             "get_ip": lambda: "127.0.0.1",
-            "get_open_port": lambda: port,
+            "get_open_port": lambda: listener.address[1],
         }
 
 

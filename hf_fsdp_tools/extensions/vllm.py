@@ -84,8 +84,8 @@ def _errors_of_vllm() -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"vLLM did not take the weights: {type(error).__name__}: {first_lines(error)}. Its server must be up, serve "
-            "the model that is trained, and take updates: look at its log. Training can go on."
+            f"vLLM did not take the weights: {type(error).__name__}: {first_lines(error)}. Its server must be up, "
+            "serve the model that is trained, and take updates: look at its log. Training can go on."
         ) from error
 
 
@@ -228,7 +228,7 @@ class _Behind(_Outgoing):
         is_sharded = self.weights is not None
         with patience_for_collectives(), agreed(_SENDING), _errors_of_vllm(), ExitStack() as stack:
             if is_sharded:
-                homes = (sys.modules[kind.__module__] for kind in type(trainer).__mro__)
+                homes = (sys.modules.get(kind.__module__) for kind in type(trainer).__mro__)
                 home = next(home for home in homes if hasattr(home, "save_lora_adapter"))
                 stack.enter_context(replaced(home, save_lora_adapter=_save_adapter))
                 stack.enter_context(replaced(trainer.accelerator, wait_for_everyone=wait_for_all_ranks))
@@ -239,8 +239,8 @@ class _Behind(_Outgoing):
                 send = transfer.send_weights
                 stack.enter_context(replaced(transfer, send_weights=lambda _: self._send(_Sender(send))))
                 if hasattr(transfer, "_weight_update_info"):
-                    names = zip(("names", "dtype_names", "shapes"), map(list, zip(*self.metadata, strict=True)))
-                    transfer._weight_update_info.update(names)
+                    names, dtypes, shapes = map(list, zip(*self.metadata, strict=True))
+                    transfer._weight_update_info.update(names=names, dtype_names=dtypes, shapes=shapes)
             if self.open is not None:
                 self.open()
                 self.open = None

@@ -226,6 +226,29 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         """1: to the Trainer, no rank has a part of a batch."""
         return 1
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the Trainer's; but of a mixture's auxiliary loss the mean over the micro-batches of all processes counts.
+
+        A model of transformers (5.23) adds it to a loss that is divided by the tokens of the whole step, and the
+        Trainer multiplies both by the number of processes: it would be the sum over all micro-batches. TRL's trainers
+        (1.16), which have losses of their own, take the mean.
+        """
+        plain: Any = super().compute_loss
+        given = {"num_items_in_batch": num_items_in_batch}
+        is_own = plain.__func__ is not Trainer.compute_loss or self.label_smoother or self.compute_loss_func
+        if is_own or num_items_in_batch is None:
+            return plain(model, inputs, return_outputs=return_outputs, **given)
+        loss, outputs = plain(model, inputs, return_outputs=True, **given)
+        auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        if auxiliary is not None and (coefficient := _router_coefficient(base_of(self.model))):
+            spread = self.args.average_tokens_across_devices
+            times = self.accelerator.num_processes // self.get_tp_size() if spread else 1
+            steps = self.current_gradient_accumulation_steps if self.model.training else 1
+            loss = loss + coefficient * auxiliary.to(loss) * (1 / steps - times)
+        return (loss, outputs) if return_outputs else loss
+
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).
 
@@ -500,6 +523,13 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
         read_averages(self, folder)
+
+
+def _router_coefficient(model: Any) -> float:
+    """By what a mixture of transformers multiplies its auxiliary loss; 0 where no attribute of the usual names says."""
+    owners, names = (model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef")
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((float(value) for value in found if isinstance(value, int | float)), 0.0)
 
 
 class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -50,8 +50,8 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     lora_experts: bool = field(
         default=False,
         metadata={
-            "help": "LoRA on all linear layers and on the stacked experts of a mixture, in PEFT's words target_parameters: "
-            "each expert has factors of its own, without dropout."
+            "help": "LoRA on all linear layers and the stacked experts of a mixture (PEFT's target_parameters): each "
+            "expert has factors of its own, without dropout."
         },
     )
     early_stopping_patience: int | None = field(

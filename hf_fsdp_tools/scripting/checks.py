@@ -243,13 +243,13 @@ def _check_targets(model: Any, model_args: Any) -> None:
     from trl import get_peft_config
 
     if model_args.lora_experts:
-        names = [*stacked_experts(model), *(model_args.lora_target_parameters or ())]
-        if not names:
+        experts = [*stacked_experts(model), *(model_args.lora_target_parameters or ())]
+        if not experts:
             raise ConfigError(
                 f"--lora_experts: {type(model).__name__} has no stacked experts. Leave it out; --lora_target_modules "
                 "all-linear adapts all linear layers."
             )
-        model_args.lora_target_parameters = [*dict.fromkeys(names)]
+        model_args.lora_target_parameters = [*dict.fromkeys(experts)]
     adapter = get_peft_config(replace(model_args, load_in_4bit=False))
     linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:

@@ -210,7 +210,7 @@ def stacked_experts(model: nn.Module) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def say_what_has_none(adapted: nn.Module) -> None:
+def say_what_has_none(adapted: Any) -> None:
     """Say on rank 0, once, which share of the weights are stacked experts without an adapter, where LoRA could add one:
     no name of a linear layer means them, and neither does all-linear."""
     bare = stacked_experts(adapted)

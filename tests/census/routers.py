@@ -41,7 +41,7 @@ def is_mixture(model_type: str) -> bool:
 
 
 class Choices:
-    """What `topk` and `argmax` give in the modules of a model, in the forward pass and when blocks run again."""
+    """What `topk`, `argmax` and `max` choose in modules of a model, in the forward pass and when blocks run again."""
 
     def __init__(self, model: nn.Module) -> None:
         self.first, self.again = defaultdict[str, list[torch.Tensor]](list), defaultdict[str, list[torch.Tensor]](list)
@@ -56,7 +56,7 @@ class Choices:
                 stack.callback(module.register_forward_pre_hook(begin).remove)
                 stack.callback(module.register_forward_hook(self._end, always_call=True).remove)
             for owner in (torch, torch.Tensor):
-                for name in ("topk", "argmax"):
+                for name in ("topk", "argmax", "max"):
                     stack.enter_context(patch.object(owner, name, self._noting(getattr(owner, name))))
             yield
 
@@ -66,8 +66,9 @@ class Choices:
     def _noting(self, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if self._running:
-                self._into[self._running[-1]].append(result if isinstance(result, torch.Tensor) else result[1])
+            indices = result if isinstance(result, torch.Tensor) else result[1]
+            if self._running and not indices.is_floating_point():
+                self._into[self._running[-1]].append(indices)
             return result
 
         return call
@@ -121,8 +122,10 @@ def compared(first: Chosen, again: Chosen) -> Row:
     pairs = [(name, one, other) for name in again for one, other in zip(first[name], again[name], strict=False)]
     other = [name for name in again if len(again[name]) != len(first[name])]
     other += [name for name, one, two in pairs if not torch.equal(one, two)]
-    sizes = {key: sum(each.numel() for part in side.values() for each in part) for key, side in
-             (("chosen", first), ("again", again))}
+    sizes = {
+        key: sum(each.numel() for part in side.values() for each in part)
+        for key, side in (("chosen", first), ("again", again))
+    }
     return {**sizes, "choices": f"other choices in {len(other)} modules, {other[0]} first" if other else ""}
 
 
@@ -133,7 +136,7 @@ def judged(ranks: list[Row]) -> Row:
     faults = [f"{key}: {rank[key]}" for rank in ranks for key in rank if isinstance(rank[key], str) and rank[key]]
     row: Row = {key: value for key, value in ranks[0].items() if not isinstance(value, str)}
     if not row["fp32_chosen"]:
-        return row | {"verdict": "chooses nothing", "why": "no topk or argmax"}
+        return row | {"verdict": "chooses nothing", "why": "no topk, argmax or max"}
     if not row["fp32_again"]:
         return row | {"verdict": "routers outside", "why": "no router is in a block that is checkpointed"}
     why = "; ".join(dict.fromkeys(faults))
@@ -142,9 +145,9 @@ def judged(ranks: list[Row]) -> Row:
 
 CENSUS = Census(
     about="""A tiny mixture of each type, its default configuration shrunk, trains one pass on 2 ranks with activation
-checkpointing, in fp32 and in bf16: the indices that `topk` and `argmax` give in each module, in the forward pass and
-when its block runs again, and all gradients beside those of a pass that keeps its activations, are to be the same bits.
-On CPUs: kernels of a GPU that are not deterministic are not judged.""",
+checkpointing, in fp32 and in bf16: the indices that `topk`, `argmax` and `max` give in each module, in the forward pass
+and when its block runs again, and all gradients beside those of a pass that keeps its activations, are to be the same
+bits. On CPUs: kernels of a GPU that are not deterministic are not judged.""",
     takes_part=is_mixture,
     prepare=mixture,
     compare=run_again,

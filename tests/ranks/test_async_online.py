@@ -47,7 +47,7 @@ class Rollouts:
 
     def start(self) -> None:
         draws = np.random.default_rng(1)
-        for number in range(8 * STEPS):
+        for number in range(16 * STEPS):
             ids, mask = draws.integers(3, 9, 7), np.array([0, 0, 0, 1, 1, 1, 1])
             sample = RolloutSample(
                 prompt=[], completion=[], input_ids=ids, completion_mask=mask, model_version=1,
@@ -79,9 +79,17 @@ def by_segments(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, 
     return torch.cat(found)
 
 
-def trainer_of(source: Path, folder: Path, server: AsyncVLLMServer, *, mixed: bool, config: Any, **settings: Any) -> Any:
+def trainer_of(
+    source: Path, folder: Path, server: AsyncVLLMServer, *, mixed: bool, config: Any, **settings: Any
+) -> Any:
     """TRL's trainer with a worker of rank 0; the model comes in shards, or by its name."""
-    base = {"per_device_train_batch_size": 2, "token_budget": 0, "num_generations": 2, "bf16": False, "max_steps": STEPS}
+    base = {
+        "per_device_train_batch_size": 2,
+        "token_budget": 0,
+        "num_generations": 2,
+        "bf16": False,
+        "max_steps": STEPS,
+    }
     own = {"vllm_server_base_url": server.url, "epsilon": 10.0, "learning_rate": 1e-2, "gradient_checkpointing": False}
     moe = {"experts_implementation": "batched_mm"} if "mixtral" in source.name else {}  # CPUs have no grouped one
     args = arguments(folder, AsyncGRPOConfig, model_init_kwargs=dict(moe), **{**base, **own, **settings})
@@ -111,9 +119,10 @@ full_tensor = DTensor.full_tensor
 
 
 def gathers_nothing_to_send(tensor: DTensor, **options: Any) -> torch.Tensor:
-    """Refuse what makes TRL wait forever: gathers by the thread that sends, or between the sends."""
+    """Refuse what makes TRL wait forever, gathers by the thread that sends. Merging alone gathers, module by module."""
     assert current_thread() is main_thread()
-    assert "_sync_weight" not in {frame.f_code.co_name for frame, _ in walk_stack(None)}
+    callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
+    assert "_sync_weight" not in callers or "_merge" in callers
     return full_tensor(tensor, **options)
 
 
@@ -133,7 +142,7 @@ def trained(name: str, folders: dict[str, Path], tmp: Path, mixed: bool) -> list
         assert trainer.rollout_worker.versions == [1, 2, 3]
     for update, expected in zip(server.updates[1:], saved, strict=False) if mixed else ():
         assert_same_tensors(update, expected, name)
-    assert not mixed or len(saved) == STEPS and all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert not mixed or (len(saved) == STEPS and all(isinstance(p, DTensor) for p in trainer.model.parameters()))
     return logged(trainer)
 
 

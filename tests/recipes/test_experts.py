@@ -1,6 +1,4 @@
-"""LoRA on the experts of a mixture by one option of the recipes: PEFT opens what is saved, and so does vLLM's reader."""
-
-from pathlib import Path
+"""LoRA on the experts of a mixture by one option of the recipes: PEFT opens what is saved, and vLLM's reader does."""
 
 import pytest
 import torch
