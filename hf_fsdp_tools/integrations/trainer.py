@@ -105,7 +105,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. TRL's online trainers generate with the weights gathered once for each batch
     where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`unsharded`); a reward function
-    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
+    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`), also from
+    AsyncGRPO and AsyncDistillation, which take a model in the place of its name here.
 
     `fsdp_settings`, of the class or given to a trainer, are `TrainerSettings`: saves in the background, checksums, what
     a resumed run may lack, moving averages (`trainer.ema`, a `ParameterEMA` in fp32, saved with each `checkpoint-N`),
@@ -237,8 +238,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         """
         plain: Any = super().compute_loss
         given = {"num_items_in_batch": num_items_in_batch}
-        is_own = plain.__func__ is not Trainer.compute_loss or self.label_smoother or self.compute_loss_func
-        if is_own or num_items_in_batch is None:
+        is_another = getattr(plain, "__func__", None) is not Trainer.compute_loss
+        if is_another or self.label_smoother or self.compute_loss_func or num_items_in_batch is None:
             return plain(model, inputs, return_outputs=return_outputs, **given)
         loss, outputs = plain(model, inputs, return_outputs=True, **given)
         auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
