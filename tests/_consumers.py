@@ -1,5 +1,5 @@
 """Stand-ins for consumers of weights, by their published contracts: vLLM 0.33 (`distributed/weight_transfer/base.py`,
-`nccl_engine.py`), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
+`nccl_engine.py`; its HTTP server as TRL 1.16 calls it), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
 `weight_updater.py`, `tensor_bucket.py`) and verl 0.9 (`workers/engine`).
 
 What a contract refuses, a stand-in refuses.
@@ -15,12 +15,15 @@ from datetime import timedelta
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
-from types import ModuleType
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
 
 Tensors = dict[str, torch.Tensor]
@@ -134,33 +137,46 @@ class WeightTransferTrainerFactory:
         return Engine(source, init_info.rank, client)
 
 
-# ---- SGLang ----
+# ---- vLLM's reader of adapters ----
 
 
-class SGLangServer:
-    """A server on a thread of this process, with one worker that joins gloo groups as SGLang's does.
+def expert_deltas_of_vllm(file: Mapping[str, torch.Tensor], num_experts: int, scale: float) -> Tensors:
+    """What vLLM (0.33, `lora/model_manager.py`) adds to stacked experts by an adapter's file: behind `base_layer` are
+    the factors of `gate_up_proj`, else those of `down_proj`; A has the experts outside the rank, B inside."""
+    names = {".experts.base_layer": "gate_up_proj", ".experts": "down_proj"}
+    deltas: Tensors = {}
+    for key, a in file.items():
+        module, found, _ = key.removeprefix("base_model.model.").partition(".lora_A.")
+        ending = next((each for each in names if module.endswith(each)), None)
+        if not found or ending is None:
+            continue
+        b = file[key.replace(".lora_A.", ".lora_B.")]
+        a, b = a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+        deltas[f"{module.removesuffix(ending)}.experts.{names[ending]}"] = b @ a * scale
+    return deltas
 
-    It knows the tensors `known`, by shape and dtype, and keeps what arrives.
-    """
 
-    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
-        self.known = {name: (tuple(t.shape), t.dtype) for name, t in known.items()}
-        self.tensors: Tensors = {}
+# ---- servers ----
+
+
+class Served:
+    """An HTTP server on a thread of this process: a GET or POST calls the method of the path's last part, by the fields
+    of a body."""
+
+    def __init__(self) -> None:
         self.asked: list[str] = []
-        self.version = None
-        self.is_open, self.is_paused, self.groups = False, False, dict[str, Any]()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                assert self.path == "/server_info"
-                self.answer(200, {"tp_size": 1})
+                self.answer(200, getattr(server, self.path.partition("?")[0].rsplit("/")[-1])())
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.asked.append(self.path[1:])
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+                name = self.path.partition("?")[0].rsplit("/")[-1]
+                server.asked.append(name)
                 try:
-                    self.answer(200, getattr(server, self.path[1:])(**body) or {"status": "ok"})
+                    self.answer(200, getattr(server, name)(**body) or {"status": "ok"})
                 except (ValueError, RuntimeError) as error:
                     self.answer(400, {"success": False, "message": str(error)})
                 except Exception as error:
@@ -185,7 +201,123 @@ class SGLangServer:
         self._http.shutdown()
         self._http.server_close()
 
+
+class AsyncVLLMServer(Served):
+    """`vllm serve` as TRL's async trainers drive it: an update takes as many bytes as the names, dtypes and shapes of
+    its request say, from the connection that the handshake made; it keeps the tensors of each update.
+
+    Where `fails_at` names a request, that one fails.
+    """
+
+    def __init__(self, dtype: str, *, max_loras: int = 0) -> None:
+        self.updates: list[Tensors] = []
+        self.adapters: dict[str, Path] = {}
+        self.fails_at = ""
+        self._dtype, self._max_loras, self._is_paused, self._is_open = dtype, max_loras, False, False
+        super().__init__()
+
+    def _may_fail(self, name: str) -> None:
+        if self.fails_at == name:
+            raise OSError("out of memory")
+
     # ---- its endpoints, by their names ----
+
+    def health(self) -> dict[str, Any]:
+        return {}
+
+    def server_info(self) -> dict[str, Any]:
+        lora = {"max_lora_rank": 8, "max_loras": self._max_loras} if self._max_loras else None
+        config = {"model_config": {"dtype": f"torch.{self._dtype}"}, "lora_config": lora}
+        return {"vllm_config": config | {"parallel_config": {"data_parallel_size": 1}}}
+
+    def get_world_size(self) -> dict[str, Any]:
+        return {"world_size": 1}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._may_fail("init_weight_transfer_engine")
+        assert init_info["rank_offset"] == 1 and init_info["world_size"] == 2 and init_info["packed"]
+        self._connection = Client(("127.0.0.1", init_info["master_port"]))
+
+    def pause(self) -> None:
+        self._may_fail("pause")
+        self._is_paused = True
+
+    def start_weight_update(self, is_checkpoint_format: bool) -> None:
+        assert self._is_paused and is_checkpoint_format and not self._is_open
+        self._is_open = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._may_fail("update_weights")
+        assert self._is_open
+        taken: Tensors = {}
+        lists = (update_info[name] for name in ("names", "dtype_names", "shapes"))
+        for name, dtype, shape in zip(*lists, strict=True):
+            if not self._connection.poll(20):
+                raise TimeoutError(f"nothing arrives for {name}")
+            data = bytearray(self._connection.recv_bytes())
+            taken[name] = torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
+            if self.fails_at == "the third tensor" and len(taken) == 3:
+                raise OSError("out of memory")
+        self.updates.append(taken)
+
+    def finish_weight_update(self) -> None:
+        self._is_open = False
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool) -> None:
+        assert self._is_paused and not load_inplace and Path(lora_path, "adapter_config.json").is_file()
+        self.adapters[lora_name] = Path(lora_path)
+        self.updates.append(load_file(Path(lora_path, "adapter_model.safetensors")))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        self.adapters.pop(lora_name)
+
+    def resume(self) -> None:
+        self._may_fail("resume")
+        self._is_paused = False
+
+    # ---- vLLM's part in the trainer's process ----
+
+    def in_the_trainer(self) -> dict[str, Any]:
+        """What TRL's `weight_transfer` imports of vLLM."""
+        listener = Listener(("127.0.0.1", 0))
+
+        def trainer_init(init_info: dict[str, Any]) -> Any:
+            assert init_info["master_port"] == listener.address[1]
+            return SimpleNamespace(group=SimpleNamespace(connection=listener.accept()))
+
+        def producer(iterator: Iterator[Any], group: Any, src: int, post_iter_func: Any) -> None:
+            for item in iterator:
+                tensor = post_iter_func(item).contiguous().reshape(-1)
+                group.group.connection.send_bytes(tensor.view(torch.uint8).numpy().tobytes())
+
+        return {
+            "is_vllm_available": lambda *_, **__: True,
+            "_HAS_STATEFUL_TRAINER_ENGINE": True,
+            "open_trainer_endpoint": trainer_init,
+            "packed_nccl_broadcast_producer": producer,
+            "get_ip": lambda: "127.0.0.1",
+            "get_open_port": lambda: listener.address[1],
+        }
+
+
+# ---- SGLang ----
+
+
+class SGLangServer(Served):
+    """One worker that joins gloo groups as SGLang's does. It knows the tensors `known`, by shape and dtype, and keeps
+    what arrives."""
+
+    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
+        self.known = {name: (tuple(t.shape), t.dtype) for name, t in known.items()}
+        self.tensors: Tensors = {}
+        self.version = None
+        self.is_open, self.is_paused, self.groups = False, False, dict[str, Any]()
+        super().__init__()
+
+    # ---- its endpoints, by their names ----
+
+    def server_info(self) -> dict[str, Any]:
+        return {"tp_size": 1}
 
     def pause_generation(self, mode: str) -> None:
         assert mode == "retract", "caches cannot be flushed while requests hold them"

@@ -106,7 +106,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. TRL's online trainers generate with the weights gathered once for each batch
     where they fit, else unit by unit, as with `ds3_gather_for_generation=False` (`unsharded`); a reward function
-    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`).
+    that fails on some rank is one `ConfigError` on all; vLLM gets the weights in buckets (`live_weights`), also from
+    AsyncGRPO and AsyncDistillation, which take a model in the place of its name here.
 
     `fsdp_settings`, of the class or given to a trainer, are `TrainerSettings`: saves in the background, checksums, what
     a resumed run may lack, moving averages (`trainer.ema`, a `ParameterEMA` in fp32, saved with each `checkpoint-N`),
@@ -228,6 +229,29 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     def get_cp_size(self) -> int:
         """1: to the Trainer, no rank has a part of a batch."""
         return 1
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the Trainer's; but of a mixture's auxiliary loss the mean over the micro-batches of all processes counts.
+
+        A model of transformers (5.23) adds it to a loss that is divided by the tokens of the whole step, and the
+        Trainer multiplies both by the number of processes: it would be the sum over all micro-batches. TRL's trainers
+        (1.16), which have losses of their own, take the mean.
+        """
+        plain: Any = super().compute_loss
+        given = {"num_items_in_batch": num_items_in_batch}
+        is_another = getattr(plain, "__func__", None) is not Trainer.compute_loss
+        if is_another or self.label_smoother or self.compute_loss_func or num_items_in_batch is None:
+            return plain(model, inputs, return_outputs=return_outputs, **given)
+        loss, outputs = plain(model, inputs, return_outputs=True, **given)
+        auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        if auxiliary is not None and (coefficient := _router_coefficient(base_of(self.model))):
+            spread = self.args.average_tokens_across_devices
+            times = self.accelerator.num_processes // self.get_tp_size() if spread else 1
+            steps = self.current_gradient_accumulation_steps if self.model.training else 1
+            loss = loss + coefficient * auxiliary.to(loss) * (1 / steps - times)
+        return (loss, outputs) if return_outputs else loss
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).
@@ -508,6 +532,13 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
         read_averages(self, folder)
+
+
+def _router_coefficient(model: Any) -> float:
+    """By what a mixture of transformers multiplies its auxiliary loss; 0 where no attribute of the usual names says."""
+    owners, names = (model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef")
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((float(value) for value in found if isinstance(value, int | float)), 0.0)
 
 
 class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

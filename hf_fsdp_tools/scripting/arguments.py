@@ -31,7 +31,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options, those of the mixin, and three more.
+    """What is trained, and how long: TRL's own options, those of the mixin, and four more.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -46,6 +46,13 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     dequantize: bool = field(
         default=True,
         metadata={"help": "A base that is stored quantised becomes floats; false: it stays so, under an adapter."},
+    )
+    lora_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "LoRA on all linear layers and the stacked experts of a mixture (PEFT's target_parameters): each "
+            "expert has factors of its own, without dropout."
+        },
     )
     early_stopping_patience: int | None = field(
         default=None,
@@ -81,7 +88,10 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
 _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmup_steps": 10}
 """Settings of all demos, before those of the recipe: they fit into 3 minutes on 2 CPU cores."""
 
-_OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
+_OF_ADAPTERS = [each.name for each in fields(ModelArguments) if each.name.startswith(("lora_", "use_dora", "use_rs"))]
+
+_OF_EXPERTS = {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
+"""What `--lora_experts` takes where nobody says otherwise: PEFT (0.21) has no dropout for stacked experts."""
 
 _EARLY_STOP = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_strategy": "best"}
 _EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05, "restore_callback_states_from_checkpoint": True}
@@ -219,6 +229,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             raise _unknown(wrong, names)
         chosen = adapter if getattr(values, "use_peft", False) else {}
         chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
+        if getattr(values, "lora_experts", False):
+            chosen = chosen | _OF_EXPERTS
         if getattr(values, "early_stopping_patience", None) is not None:
             chosen = chosen | _EARLY_STOP
         self.set_defaults_with_config(**(chosen | file))

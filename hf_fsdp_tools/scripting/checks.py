@@ -15,6 +15,7 @@ from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
 from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
+from hf_fsdp_tools.sharding.adapters import say_what_has_none, stacked_experts
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
@@ -235,11 +236,20 @@ def _on_meta(config: Any, model_args: Any, training: Any, auto_class: Any) -> An
 
 
 def _check_targets(model: Any, model_args: Any) -> None:
-    """Put the adapter on the model on meta, by PEFT itself: it says what it finds nothing for."""
+    """Put the adapter on the model on meta, by PEFT itself: it says what it finds nothing for. Experts are named then,
+    if they are to have adapters."""
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from trl import get_peft_config
 
+    if model_args.lora_experts:
+        experts = [*stacked_experts(model), *(model_args.lora_target_parameters or ())]
+        if not experts:
+            raise ConfigError(
+                f"--lora_experts: {type(model).__name__} has no stacked experts. Leave it out; --lora_target_modules "
+                "all-linear adapts all linear layers."
+            )
+        model_args.lora_target_parameters = [*dict.fromkeys(experts)]
     adapter = get_peft_config(replace(model_args, load_in_4bit=False))
     linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:
@@ -253,6 +263,7 @@ def _check_targets(model: Any, model_args: Any) -> None:
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
+    say_what_has_none(adapted)
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(
             "--lora_target_modules: an adapter on the head would not be trained, for the loss reads the head's weight "

@@ -5,11 +5,12 @@ small whole tensors to it, and `shard_added` shards them.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -191,26 +192,40 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     peft_config = as_peft_config(peft_config)
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     refuse_for_shards(peft_config, model, sharding_of(model))
-    _say_what_has_none(model, peft_config)
     with _undone_if_it_fails(model):
         with _seeded(seed), _made_alike(peft_config), errors_of_peft(peft_config):
             adapted = _peft().get_peft_model(model, peft_config, adapter_name)
+        say_what_has_none(adapted)
         shard_added(adapted)
     return adapted.eval()
 
 
-def _say_what_has_none(model: nn.Module, config: Any) -> None:
-    """Say on rank 0 which share of the weights are fused experts, which all-linear leaves out."""
-    if getattr(config, "target_modules", None) != "all-linear" or getattr(config, "target_parameters", None):
-        return
-    fused = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 3 and ".experts." in name}
-    if fused and rank_and_size()[0] == 0:
-        share = sum(fused.values()) / sum(parameter.numel() for parameter in model.parameters())
-        names = sorted({".".join(name.split(".")[-2:]) for name in fused})
-        warn(
-            f"{share:.0%} of the weights get no adapter: all-linear means linear layers, and these are fused experts. "
-            f"LoraConfig(target_parameters={names}) adds to them."
+def stacked_experts(model: nn.Module) -> dict[str, int]:
+    """How many values the stacked experts of a mixture have, by the names that `target_parameters` takes; those that
+    have an adapter are left out."""
+    sizes: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3 and "experts." in name and ".base_layer." not in name and "lora_" not in name:
+            sizes[".".join(name.split(".")[-2:])] += parameter.numel()
+    return dict(sorted(sizes.items()))
+
+
+def say_what_has_none(adapted: Any) -> None:
+    """Say on rank 0, once, which share of the weights are stacked experts without an adapter, where LoRA could add one:
+    no name of a linear layer means them, and neither does all-linear."""
+    bare = stacked_experts(adapted)
+    if bare and rank_and_size()[0] == 0 and any(hasattr(c, "target_parameters") for c in adapted.peft_config.values()):
+        share = sum(bare.values()) / sum(p.numel() for n, p in adapted.named_parameters() if "lora_" not in n)
+        _warn_once(
+            f"{share:.0%} of the weights get no adapter: they are stacked experts, and names of linear layers, and "
+            f"all-linear, mean none of them. LoraConfig(target_parameters={[*bare]}) adds to them; in recipes "
+            "--lora_experts true."
         )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn(text)
 
 
 def load_adapter(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from trl.trainer import grpo_trainer
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
-from tests._checkpoints import lora, stored_tensors, word_tokenizer
+from tests._checkpoints import assert_same_tensors, lora, stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
 
@@ -280,6 +281,12 @@ class Taking:
                 raise ConnectionError("500 Server Error")
             self.taken[name] = tensor.clone()
 
+    def update_named_param(self, name: str, tensor: torch.Tensor) -> None:
+        self.load_weights([(name, tensor)])
+
+    def weight_update(self) -> Any:
+        return nullcontext()
+
     def reset_prefix_cache(self) -> None:
         pass
 
@@ -326,6 +333,25 @@ def weights_arrive(ways: list[tuple[str, str, Any]], folders: dict[str, Path], t
 OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
 
 
+def one_by_one(folders: dict[str, Path], tmp: Path) -> None:
+    """OnlineDPO gives vLLM one tensor after the other, the experts apart."""
+    moe = {"experts_implementation": "batched_mm"}
+    model = from_pretrained(folders["mixtral"], accelerator=make_accelerator(cpu=True), **moe)
+    trainer = trainer_of("online dpo", model, tmp / "run", mixed=True, max_steps=1)
+    trainer.train()
+    save_pretrained(model, tmp / "saved")
+    dist.barrier()
+    saved = stored_tensors(tmp / "saved")
+    for trainer.vllm_mode in ("server", "colocate"):
+        trainer.llm = trainer.vllm_client = client = Taking()
+        trainer._move_model_to_vllm()
+        takes = trainer.vllm_mode == "colocate" or dist.get_rank() == 0
+        assert_same_tensors(client.taken, saved if takes else {}, trainer.vllm_mode)
+        client.fails_at = [*saved][1] if dist.get_rank() == 0 else ""
+        with pytest.raises(ConfigError, match=r"vLLM did not take the weights: ConnectionError: 500 Server Error"):
+            trainer._move_model_to_vllm()
+
+
 @pytest.mark.parametrize(
     "ways",
     [
@@ -336,3 +362,7 @@ OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]
 )
 def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path, ways):
     run_ranks(weights_arrive, 2, ways, folders, tmp_path)
+
+
+def test_weights_arrive_at_vllm_one_by_one(folders, tmp_path):
+    run_ranks(one_by_one, 2, folders, tmp_path)

@@ -19,13 +19,25 @@ def test_a_type_has_a_mark_for_each_column_and_a_reason_where_it_does_not_agree(
     found["fsdp"] = {"vit": row("vit", "failed", fp32_load="ok", why="fp32_loss: loss: 1e-1")}
     found["fsdp_packed"] = {"llama": row("llama", "agrees", fp32_load="ok", kinds="rows padded packed")}
     found["cp2"] = {"llama": row("llama", "refused", why="ConfigError: not so")}
-    assert [mark for mark, _ in cells_of("llama", found)] == ["✓", "✓", "✓", "–", "–", "refused", "✓", "–", "–", "–"]
+    assert [mark for mark, _ in cells_of("llama", found)] == [
+        "✓",
+        "✓",
+        "✓",
+        "–",
+        "–",
+        "refused",
+        "✓",
+        "–",
+        "–",
+        "–",
+        "–",
+    ]
     assert [mark for mark, _ in cells_of("vit", found)][:3] == ["✓", "✓", "differs"]
     text = table(found)
     assert "| llama | refused | cp 2 | ConfigError: not so |" in text
     assert "| vit | differs | fsdp | fp32_loss: loss: 1e-1 |" in text
-    assert f"| ✓ | 2 | 2 | 1 |{' 0 |' * 3} 1 |{' 0 |' * 3}" in text and text.count("| resumed on 2 ranks |") == 2
-    assert len(COLUMNS) == 10
+    assert f"| ✓ | 2 | 2 | 1 |{' 0 |' * 3} 1 |{' 0 |' * 4}" in text and text.count("| resumed on 2 ranks |") == 2
+    assert len(COLUMNS) == 11
 
 
 def test_only_types_whose_code_changed_are_run_again(tmp_path: Path, monkeypatch: Any) -> None:
