@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -352,7 +353,10 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
             summed=lambda weight: _AllReduceBackward.apply(weight, group.get_group()),
         )
     else:
-        ALL_PARALLEL_STYLES[style].install_forward(module, group)
+        # layers in FP8 take DTensors, by which torchao finds scales that ranks share; linear ones would not always
+        seen: Any = SimpleNamespace(**vars(module), forward=module.forward) if note_of(module).float8 else module
+        ALL_PARALLEL_STYLES[style].install_forward(seen, group)
+        module.forward = seen.forward
     module.forward = partial(_run, module.forward)
     if style in (DISPATCH, _SUMMED):  # torch's compiler (2.13) follows neither tokens nor parameters that are exchanged
         module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]  # torch's own
