@@ -165,9 +165,13 @@ def _divide_bytes(module: Any, name: str, form: PackedForm, style: str, group: D
             else:
                 own = distribute_tensor(module._parameters[part], group, [place], src_data_rank=None)
                 module._parameters[part] = nn.Parameter(own, requires_grad=False)
-        shape = tuple(length // size if dim == i else length for i, length in enumerate(form.shape))
-        add_to_note(module, packed_parts={**note_of(module).packed_parts, name: replace(form, shape=shape)})
+        add_to_note(module, packed_parts={**note_of(module).packed_parts, name: part_of_form(form, dim, size)})
         module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
+
+
+def part_of_form(form: PackedForm, dim: int, size: int) -> PackedForm:
+    """The form of one of so many equal parts of a weight along a dimension."""
+    return replace(form, shape=tuple(length // size if dim == i else length for i, length in enumerate(form.shape)))
 
 
 def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str, int]:
