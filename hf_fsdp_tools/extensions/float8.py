@@ -279,9 +279,10 @@ class Float8(Feature):
         for name, layer in float8_layers(tree, policy).items():
             style = "colwise" if (own := note_of(layer).style) is None else own.keywords["style"]
             if not style.startswith(_STYLES):
+                last = name.rpartition(".")[2]
                 raise ConfigError(
-                    f"{name}: ranks cannot agree on scales of a layer that tp_size divides in the style {style!r}. Leave "
-                    f"it in bf16: Float8Policy(module_filter=lambda module, name: {name.rpartition('.')[2]!r} not in name)."
+                    f"{name}: ranks cannot agree on scales of a layer that tp_size divides in the style {style!r}. "
+                    f"Leave it in bf16: Float8Policy(module_filter=lambda _, name: {last!r} not in name)."
                 )
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:

@@ -175,8 +175,8 @@ def part_of_form(form: PackedForm, dim: int, size: int) -> PackedForm:
 
 
 def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str, int]:
-    """Along which dimension the bytes of a weight, by their names, are cut where it is cut along `dim` in so many pieces;
-    without those that every rank needs whole. A cut through a block is a `ConfigError`."""
+    """Along which dimension the bytes of a weight, by their names, are cut where it is cut along `dim` in pieces, without
+    what every rank needs whole. A cut through a block is a `ConfigError`."""
     last, parts = len(form.shape) - 2, form.parts(name)
     if dim < last:
         return dict.fromkeys(parts, dim)
@@ -190,8 +190,8 @@ def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str,
     blocks = {own: part.block[axis] for own, part in parts.items() if part.block[axis] < length}
     if cut := [block for block in blocks.values() if length // pieces % block]:
         raise ConfigError(
-            f"{name} is stored in blocks of {cut[0]}, through which {pieces} parts of its {length} indices would cut. Use "
-            "a smaller tp_size, dequantize=True, or FSDP2 alone."
+            f"{name} is stored in blocks of {cut[0]}, through which {pieces} parts of its {length} indices would cut. "
+            "Use a smaller tp_size, dequantize=True, or FSDP2 alone."
         )
     return dict.fromkeys(blocks, last + axis)
 
@@ -457,8 +457,8 @@ def _divide_adapters(model: nn.Module) -> None:
     wrapper: Any
     for wrapper in model.modules():
         install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
-        if type(wrapper).__name__ == _OF_EXPERTS and (way := _way_of_experts(wrapper)) is not None:
-            _follow_experts(wrapper, *way)
+        if type(wrapper).__name__ == _OF_EXPERTS and (divided := _way_of_experts(wrapper)) is not None:
+            _follow_experts(wrapper, *divided)
             continue
         is_by_rows = install is not None and install.keywords["style"].startswith("colwise")
         if install is None or not (is_by_rows or install.keywords["style"].startswith("rowwise")):
@@ -476,8 +476,8 @@ _OF_EXPERTS = "ParamWrapper"
 
 
 def _way_of_experts(wrapper: Any) -> tuple[DeviceMesh, Any, int] | None:
-    """Among which ranks the weights of fused experts are divided for which a `ParamWrapper` is, how their memory is, and
-    along which dimension of (experts, …, …); None where they are not."""
+    """Among which ranks the weights of fused experts are divided for which a `ParamWrapper` is, how, and along which
+    dimension of (experts, …, …); None where they are not."""
     note, name = note_of(wrapper.get_base_layer()), wrapper.parameter_name
     form = note.packed.get(name)
     group, (place,) = note.parallel.get(name if form is None else part_name(name, "packed"), (None, (None,)))
@@ -531,7 +531,9 @@ def _own_factors(wrapper: Any, names: list[str]) -> list[Factors]:
         # PEFT's own word for experts whose weights are (experts, out, in)
         left, right = (columns, rows) if wrapper._did_swap_in_out_features else (rows.mT, columns.mT)
         if dim:
-            left, right = (_own_part(each, dim, place, group) if i == dim else each for i, each in ((1, left), (2, right)))
+            left, right = (
+                _own_part(each, dim, place, group) if i == dim else each for i, each in ((1, left), (2, right))
+            )
         dtype = wrapper.get_param().dtype
         found.append((left.to(dtype), right.to(dtype), wrapper.scaling[name]))
     return found

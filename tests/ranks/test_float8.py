@@ -388,7 +388,9 @@ def assert_same_pass(model: Any, reference: Any, own: slice) -> None:
         expected = reference(input_ids=rows[own]).logits  # torchao fails in inference mode with scales per row
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            torch.testing.assert_close(model(input_ids=rows[own], use_cache=False).logits, expected, rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(
+                model(input_ids=rows[own], use_cache=False).logits, expected, rtol=1e-4, atol=2e-6
+            )
 
 
 def layers_shared_by_ranks(recipe: str, options: dict[str, Any], tmp: Path) -> None:

@@ -347,7 +347,13 @@ def test_compiled_layouts(tmp_path, ranks, kind, dims):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "kind", "layouts"),
-    [(2, "gpt_oss", PAIRS), (2, "mixtral", PAIRS), (4, "qwen3_moe", FOURS[:1]), (4, "qwen3_moe", FOURS[1:4]), (4, "llama, trained whole", FOURS[:1])],
+    [
+        (2, "gpt_oss", PAIRS),
+        (2, "mixtral", PAIRS),
+        (4, "qwen3_moe", FOURS[:1]),
+        (4, "qwen3_moe", FOURS[1:4]),
+        (4, "llama, trained whole", FOURS[:1]),
+    ],
 )
 def test_four_ranks_divide_adapters(tmp_path, ranks, kind, layouts):
     """Also a layer that is trained whole, cut among the ranks of a layer and again among shards."""
