@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -42,6 +42,7 @@ from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, part_name
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.placement import placeholder
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
@@ -163,7 +164,7 @@ def _divide_bytes(module: Any, name: str, form: PackedForm, style: str, group: D
             if style == "grouped_gemm":  # it also counts the experts
                 ALL_PARALLEL_STYLES[style].shard_param(module, part, group)
             else:
-                own = distribute_tensor(module._parameters[part], group, [place], src_data_rank=None)
+                own = placeholder(module._parameters[part], (group, [place]))
                 module._parameters[part] = nn.Parameter(own, requires_grad=False)
         add_to_note(module, packed_parts={**note_of(module).packed_parts, name: part_of_form(form, dim, size)})
         module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
@@ -175,8 +176,8 @@ def part_of_form(form: PackedForm, dim: int, size: int) -> PackedForm:
 
 
 def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str, int]:
-    """Along which dimension the bytes of a weight, by their names, are cut where it is cut along `dim` in pieces, without
-    what every rank needs whole. A cut through a block is a `ConfigError`."""
+    """Along which dimension the bytes of a weight are cut, by their names, where it is cut along `dim`; without what
+    every rank needs whole. A cut through a block is a `ConfigError`."""
     last, parts = len(form.shape) - 2, form.parts(name)
     if dim < last:
         return dict.fromkeys(parts, dim)
