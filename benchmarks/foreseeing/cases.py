@@ -197,6 +197,12 @@ CASES = (
             ("FP8 experts", _stored_as(_qwen3_moe, quant_method="fp8", weight_block_size=[8, 8]), {}),
             ("MXFP4", _stored_as(_gpt_oss, quant_method="mxfp4"), dict(attn_implementation="eager")),
             ("int4", _stored_as(_llama, **_INT4), {}),
+            ("shared FP8", _stored_as(_llama, quant_method="fp8", weight_block_size=[8, 8]), dict(tp_size=2)),
+            (
+                "shared FP8 experts",
+                _stored_as(_qwen3_moe, quant_method="fp8", weight_block_size=[8, 8]),
+                dict(ep_size=2),
+            ),
         )
     ),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),

@@ -4,6 +4,8 @@ A layer becomes torchao's `Float8Linear` in place; its weight stays a plain para
 FSDP2 asks a shard that has `fsdp_pre_all_gather` what to gather in its place: here the bytes of the FP8 weight, scaled
 by the largest value of the whole weight. The scales of all weights are computed together, by one all-reduce, before
 each forward pass of the model: nothing tells that a script has written to `parameter.data`.
+
+Where ranks share a layer (tp_size), torchao finds the largest values of what each has a part of, through DTensors.
 """
 
 import importlib.metadata
@@ -20,12 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
@@ -41,6 +45,10 @@ _CAPABILITY = (8, 9)
 
 _CAPABILITY_ROWWISE = (9, 0)
 """The same for scales per row (source: torchao's `float8` README)."""
+
+_STYLES = ("colwise", "rowwise", "mla_kv_a_proj")
+"""How transformers' styles begin in which a linear layer takes DTensors, by which torchao finds shared scales, or has
+whole inputs and gradients."""
 
 
 # ---- what can be converted ----
@@ -105,7 +113,7 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
                 continue
             if node.parent is not None and reads_child(node.parent.module, node.name):
                 continue  # a kernel takes the weight itself, as Mamba's do
-            if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+            if any(size % _MULTIPLE for size in local_tensor(module.weight).shape):  # of this rank's part
                 small += 1
             elif len(tree.weight(f"{node.fqn}.weight").owners) == 1 and (
                 policy.module_filter is None or policy.module_filter(module, plain_name(node.fqn, adapters=True))
@@ -203,9 +211,10 @@ class _Float8Shard:
         """The whole weight, of gathered bytes; with `out`, which has their memory, its scale alone is set."""
         (scale,) = metadata
         if out is not None:
-            out._scale = scale
+            getattr(out, "_local_tensor", out)._scale = scale
             return None
-        torchao, shape = import_torchao(), (self.layer.out_features, self.layer.in_features)
+        assert self.memory is not None
+        torchao, shape = import_torchao(), self.memory.gathered_size()
         with torch.inference_mode(False):
             data = gathered[0].view(-1)[: math.prod(shape)].view(self.dtype).view(shape)
             role = torchao.GemmInputRole.WEIGHT
@@ -214,9 +223,10 @@ class _Float8Shard:
 
 
 class _Scales:
-    """The scales of all weights of a model that are gathered as FP8."""
+    """The scales of all weights of a model that are gathered as FP8; `layers`: the ranks that share each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: DeviceMesh | None) -> None:
+        self.layers = layers
         self.shards: list[_Float8Shard] = []
         self.seen: int | None = None
         """Steps of optimizers after which the scales were computed."""
@@ -233,13 +243,16 @@ class _Scales:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def _compute(self) -> None:
-        """Compute all scales as torchao's `precompute_float8_dynamic_scale_for_fsdp` does; one all-reduce."""
+        """Compute all scales as torchao's `precompute_float8_dynamic_scale_for_fsdp` does; one all-reduce for each axis
+        along which weights are divided."""
         memories = [shard.memory for shard in self.shards if shard.memory is not None]
         with torch.inference_mode(False), torch.no_grad():
             largest = torch.stack(torch._foreach_norm([memory.data() for memory in memories], math.inf))
             largest = largest.to(memories[0].device)
-            if memories[0].group.size() > 1:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=memories[0].group)
+            layers = [] if self.layers is None else [self.layers.get_group()]
+            for group in (memories[0].group, *layers):
+                if group.size() > 1:
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             for shard, amax in zip(self.shards, largest, strict=True):
                 is_rounded = shard.layer.config.round_scales_to_power_of_2
                 shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
@@ -254,11 +267,6 @@ class Float8(Feature):
         policy = sharding.mp_policy
         if not isinstance(policy, Float8Policy):
             return
-        if sharding.is_divided:
-            raise ConfigError(
-                f"FP8 is for weights that FSDP alone divides, and the mesh is {sharding.axes.dims}. Use bf16, or "
-                "tp_size and ep_size 1."
-            )
         if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
             raise ConfigError(f"FP8 with {policy.param_dtype} is not part of this package. Use bf16 with it.")
         partly = [unit for unit in sharding.plan.units if type(unit.reshard_after_forward) is int]
@@ -268,7 +276,14 @@ class Float8(Feature):
                 f"reshard_after_forward {partly[0].reshard_after_forward} keeps parts of gathered weights, which FSDP2 "
                 "cannot of FP8. Use True or False, or bf16."
             )
-        float8_layers(tree, policy)
+        for name, layer in float8_layers(tree, policy).items():
+            style = "colwise" if (own := note_of(layer).style) is None else own.keywords["style"]
+            if not style.startswith(_STYLES):
+                last = name.rpartition(".")[2]
+                raise ConfigError(
+                    f"{name}: ranks cannot agree on scales of a layer that tp_size divides in the style {style!r}. "
+                    f"Leave it in bf16: Float8Policy(module_filter=lambda _, name: {last!r} not in name)."
+                )
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Layers get a class that computes in FP8; no value changes."""
@@ -284,10 +299,11 @@ class Float8(Feature):
             layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
             layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
             add_to_note(layer, float8=config)
+            install_style(layer)
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
-        scales = _Scales()
+        scales = _Scales(sharding.axes.layers)
         configs = ((module, note_of(module).float8) for module in model.modules())
         layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
         gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})

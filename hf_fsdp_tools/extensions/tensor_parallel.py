@@ -11,7 +11,9 @@ all ranks of its group, so the mean over ranks is that of all ranks, not of thos
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,10 +32,18 @@ from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import (
+    listed_as_parameters,
+    packed_parameters,
+    packed_parts,
+    plain_parameters,
+    with_added,
+)
+from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, part_name
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.placement import placeholder
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
@@ -126,14 +136,16 @@ FEATURE = DividedLayers()
 
 def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:
     """Give each rank its part of the weights that the rules name, and let their modules compute with it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters, packed = dict(model.named_parameters(remove_duplicate=False)), packed_parameters(model)
     with _ties_kept(model):
         for name, (kind, style) in rules.items():
             group = axes.experts if kind == "ep" else axes.layers
             assert group is not None
+            owner, _, own = name.rpartition(".")
             try:
-                if name in parameters:
-                    owner, _, own = name.rpartition(".")
+                if name in packed:
+                    _divide_bytes(model.get_submodule(owner), own, packed[name], style, group)
+                elif name in parameters:
                     ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
                 else:
                     _add_style(model, name, style, group, axes.layers, by)
@@ -142,6 +154,48 @@ def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, 
                     f"{kind}_plan gives {name} the style {style!r}, which it cannot have: {first_line(error)}. Use "
                     f"another style, or 'replicate': {kind}_plan={{{generic_name(name)!r}: 'replicate', …}}."
                 ) from None
+
+
+def _divide_bytes(module: Any, name: str, form: PackedForm, style: str, group: DeviceMesh) -> None:
+    """Give each rank its part of a weight that is quantised as stored: whole blocks of it, and what belongs to them."""
+    is_strided, size = style.startswith("packed"), group.size()
+    for dim in divided_dims(style, name, len(form.shape)):
+        for part, along in bytes_along(form, name, dim, size * (1 + is_strided)).items():
+            place = _StridedShard(along, split_factor=2) if is_strided else Shard(along)
+            if style == "grouped_gemm":  # it also counts the experts
+                ALL_PARALLEL_STYLES[style].shard_param(module, part, group)
+            else:
+                own = placeholder(module._parameters[part], (group, [place]))
+                module._parameters[part] = nn.Parameter(own, requires_grad=False)
+        add_to_note(module, packed_parts={**note_of(module).packed_parts, name: part_of_form(form, dim, size)})
+        module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
+
+
+def part_of_form(form: PackedForm, dim: int, size: int) -> PackedForm:
+    """The form of one of so many equal parts of a weight along a dimension."""
+    return replace(form, shape=tuple(length // size if dim == i else length for i, length in enumerate(form.shape)))
+
+
+def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str, int]:
+    """Along which dimension the bytes of a weight are cut, by their names, where it is cut along `dim`; without what
+    every rank needs whole. A cut through a block is a `ConfigError`."""
+    last, parts = len(form.shape) - 2, form.parts(name)
+    if dim < last:
+        return dict.fromkeys(parts, dim)
+    if form.flat_block:
+        raise ConfigError(
+            f"{name} is flattened before bitsandbytes packs it, so ranks cannot share it (tp_size). Leave "
+            "quantization_config out, or use FSDP2 alone, or a base stored in FP8, MXFP4 or int4."
+        )
+    axis = (dim - last) ^ form.is_transposed
+    length = form.matrix()[axis]
+    blocks = {own: part.block[axis] for own, part in parts.items() if part.block[axis] < length}
+    if cut := [block for block in blocks.values() if length // pieces % block]:
+        raise ConfigError(
+            f"{name} is stored in blocks of {cut[0]}, through which {pieces} parts of its {length} indices would cut. "
+            "Use a smaller tp_size, dequantize=True, or FSDP2 alone."
+        )
+    return dict.fromkeys(blocks, last + axis)
 
 
 def _is_divided(model: nn.Module) -> bool:
@@ -161,9 +215,11 @@ def checked_rules(
     kinds = {kind: size for kind, size in (("tp", tp_size), ("ep", ep_size)) if size > 1}
     _refuse_undividable(model, " and ".join(f"{kind}_size {size}" for kind, size in kinds.items()))
     rules: dict[str, tuple[str, str]] = {}
-    given = {"tp": tp_plan, "ep": ep_plan}
+    given, of_bytes = {"tp": tp_plan, "ep": ep_plan}, packed_parts(model)
     for kind, size in kinds.items():
-        styles = model._expand_parallel_plan(_plan_of(model, kind, size, given[kind]))
+        with listed_as_parameters(model):  # weights that are bytes have the rules of floats
+            styles = model._expand_parallel_plan(_plan_of(model, kind, size, given[kind]))
+        styles = {name: style for name, style in styles.items() if name not in of_bytes}
         if kind == "ep":  # some plans divide dense layers among the same ranks, which have other rows
             experts = [name for name, style in styles.items() if style == DISPATCH]
             below = tuple(f"{name}." for name in experts)
@@ -198,10 +254,6 @@ def _refuse_undividable(model: Any, what: str) -> None:
     """Refuse a model whose layers cannot be divided any more, or by this transformers."""
     if ALL_PARALLEL_STYLES is None:
         raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
-    if packed_parameters(model):
-        raise ConfigError(
-            f"{what} cannot divide weights that are quantised as stored. Use dequantize=True, or FSDP2 alone."
-        )
     if any(isinstance(module, FSDPModule) for module in model.modules()) or _is_divided(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
     if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
@@ -214,6 +266,7 @@ def _refuse_undividable(model: Any, what: str) -> None:
 def _plan_of(model: Any, kind: str, size: int, given: Mapping[str, str] | None) -> dict[str, str]:
     """The model's own rules of one kind, with those that are given laid over them; an empty `tp_plan` gives none."""
     names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    names |= {generic_name(name) for name in packed_parameters(model)}
     own = dict(getattr(model, f"{kind}_plan", None) or {})
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"{kind}_plan is {given!r}: it must be a dict of rules, or left out.")
@@ -273,7 +326,8 @@ def _check_heads(model: nn.Module, rules: Mapping[str, tuple[str, str]], size: i
 
 def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: Mapping[str, int]) -> None:
     """Refuse parameters that the ranks cannot divide evenly, of which FSDP2 would shard uneven parts."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    forms = packed_parameters(model)
+    for name, parameter in (*model.named_parameters(remove_duplicate=False), *plain_parameters(model).items()):
         kind, style = rules.get(name, ("", ""))
         dims = [dim for dim in divided_dims(style, name, parameter.dim()) if dim < parameter.dim()]
         for dim in dims if kind else ():
@@ -286,6 +340,8 @@ def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: 
                 raise ConfigError(
                     f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. {cure}"
                 )
+            if name in forms:
+                bytes_along(forms[name], name, dim, size * factor)
 
 
 def divided_dims(style: str, name: str, ndim: int) -> list[int]:
@@ -353,7 +409,10 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
             summed=lambda weight: _AllReduceBackward.apply(weight, group.get_group()),
         )
     else:
-        ALL_PARALLEL_STYLES[style].install_forward(module, group)
+        # layers in FP8 take DTensors, by which torchao finds scales that ranks share; linear ones would not always
+        seen: Any = SimpleNamespace(**vars(module), forward=module.forward) if note_of(module).float8 else module
+        ALL_PARALLEL_STYLES[style].install_forward(seen, group)
+        module.forward = seen.forward
     module.forward = partial(_run, module.forward)
     if style in (DISPATCH, _SUMMED):  # torch's compiler (2.13) follows neither tokens nor parameters that are exchanged
         module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]  # torch's own
@@ -385,23 +444,23 @@ def _refuse_adapters(model: nn.Module) -> None:
             continue
         kind = type(wrapper).__name__
         dora = " with DoRA" if any((getattr(wrapper, "use_dora", None) or {}).values()) else ""
-        can_be = kind in ("Linear", "Embedding") or (kind == _OF_EXPERTS and len(_shape_of_experts(wrapper, base)) == 3)
+        can_be = kind in ("Linear", "Embedding") or (kind == _OF_EXPERTS and wrapper.num_experts > 1)
         if note_of(base).parallel and (dora or not can_be):
             raise ConfigError(
                 f"{name}: a {kind} of PEFT{dora} cannot be divided among ranks as its base is (tp_size, ep_size). Use "
-                "LoRA on linear layers, LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']), or, with "
-                "ep_size, on the weights of experts, target_parameters=['experts.gate_up_proj', 'experts.down_proj']."
+                "LoRA on linear layers, LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']), or on "
+                "the weights of fused experts, target_parameters=['experts.gate_up_proj', 'experts.down_proj']."
             )
 
 
 def _divide_adapters(model: nn.Module) -> None:
     """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
-    cut by columns the first. Its other matrix is whole on every rank. LoRA on experts is divided by expert."""
+    cut by columns the first. Its other matrix is whole on every rank. LoRA on fused experts follows these."""
     wrapper: Any
     for wrapper in model.modules():
         install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
-        if type(wrapper).__name__ == _OF_EXPERTS and _shape_of_experts(wrapper, wrapper.get_base_layer()):
-            _divide_by_expert(wrapper, wrapper.get_base_layer())
+        if type(wrapper).__name__ == _OF_EXPERTS and (divided := _way_of_experts(wrapper)) is not None:
+            _follow_experts(wrapper, *divided)
             continue
         is_by_rows = install is not None and install.keywords["style"].startswith("colwise")
         if install is None or not (is_by_rows or install.keywords["style"].startswith("rowwise")):
@@ -418,23 +477,28 @@ _OF_EXPERTS = "ParamWrapper"
 """PEFT's wrapper of a module for LoRA on one parameter of it: `target_parameters`."""
 
 
-def _shape_of_experts(wrapper: Any, base: nn.Module) -> torch.Size | tuple[()]:
-    """The shape of the parameter for which a `ParamWrapper` is, where ranks share experts and have it in parts."""
-    name = wrapper.parameter_name
-    is_shared = note_of(base).is_dispatched and name in note_of(base).parallel
-    return base.get_parameter(name).shape if is_shared else ()
+def _way_of_experts(wrapper: Any) -> tuple[DeviceMesh, Any, int] | None:
+    """Among which ranks the weights of fused experts are divided for which a `ParamWrapper` is, how, and along which
+    dimension of (experts, …, …); None where they are not."""
+    note, name = note_of(wrapper.get_base_layer()), wrapper.parameter_name
+    form = note.packed.get(name)
+    group, (place,) = note.parallel.get(name if form is None else part_name(name, "packed"), (None, (None,)))
+    if group is None:
+        return None
+    dim = place.dim % 3
+    return group, place, 3 - dim if dim and form is not None and form.is_transposed else dim
 
 
-def _divide_by_expert(wrapper: Any, base: nn.Module) -> None:
-    """Divide LoRA on experts: the first matrix has the rows of each expert together, the second, of each of its `r`
-    columns, one for each expert."""
-    group, by_expert = note_of(base).parallel[wrapper.parameter_name]
-    for name, matrix in wrapper.lora_A.items():
-        add_to_note(matrix, parallel={"weight": (group, by_expert)})
+def _follow_experts(wrapper: Any, group: DeviceMesh, place: Any, dim: int) -> None:
+    """Let LoRA on fused experts follow them. Where each is whole on one rank, the first matrix has the rows of each
+    expert together, the second, of each of its `r` columns, one for each expert: both are divided. Where ranks share
+    each, both are whole on every rank, which uses a part of one."""
+    for name, matrix in wrapper.lora_A.items() if dim == 0 else ():
+        add_to_note(matrix, parallel={"weight": (group, (place,))})
         columns = _StridedShard(1, split_factor=wrapper.r[name])
         add_to_note(wrapper.lora_B[name], parallel={"weight": (group, (columns,))})
     if note_of(wrapper).style is None:
-        add_to_note(wrapper, style=_add_own_deltas, is_dispatched=True)
+        add_to_note(wrapper, style=_add_own_deltas, is_dispatched=dim == 0)
         install_style(wrapper)
 
 
@@ -443,27 +507,60 @@ def _add_own_deltas(wrapper: Any) -> None:
 
 
 def _with_own_deltas(inner: Any, *args: Any, wrapper: Any, **kwargs: Any) -> Any:
-    """Run experts that ranks share with what LoRA adds to those of this rank, as PEFT's `ParamWrapper` adds it to all:
-    it reads their number and its matrices from whole tensors."""
+    """Run experts that ranks share with what LoRA adds to the part of this rank, as PEFT's `ParamWrapper` adds it to
+    all: it reads their number and its matrices from whole tensors."""
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     if wrapper.disable_adapters or wrapper.merged or "adapter_names" in kwargs or not names:
         return inner(*args, **kwargs)
-    own = wrapper.get_base_layer()._parameters
-    whole = own[wrapper.parameter_name]
-    weight = whole.to_local()
+    factors = partial(_own_factors, wrapper, names)
+    with with_added(wrapper.get_base_layer(), wrapper.parameter_name, factors, partial(_added_to, wrapper, factors)):
+        return wrapper.base_layer(*args, **kwargs)
+
+
+def _own_factors(wrapper: Any, names: list[str]) -> list[Factors]:
+    """What adapters add to this rank's part of the weights of fused experts."""
+    way, found = _way_of_experts(wrapper), []
+    assert way is not None
+    group, place, dim = way
     for name in names:
-        first, second = (matrices[name].weight.to_local() for matrices in (wrapper.lora_A, wrapper.lora_B))
-        rows = first.unflatten(0, (len(weight), -1)).to(weight.dtype)  # (experts, r, in)
-        columns = second.unflatten(1, (-1, len(weight))).permute(2, 0, 1).to(weight.dtype)  # (experts, out, r)
+        first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        if dim == 0:
+            first, second = first.to_local(), second.to_local()
+        else:  # a rank's part of the weights gives a part of each gradient
+            first, second = (_AllReduceBackward.apply(each, group.get_group()) for each in (first, second))
+        rows = first.unflatten(0, (-1, wrapper.r[name]))  # (experts, r, in)
+        columns = second.unflatten(1, (wrapper.r[name], -1)).permute(2, 0, 1)  # (experts, out, r)
         # PEFT's own word for experts whose weights are (experts, out, in)
         left, right = (columns, rows) if wrapper._did_swap_in_out_features else (rows.mT, columns.mT)
-        with torch.autocast(weight.device.type, enabled=False):
-            weight = torch.baddbmm(weight, left, right, alpha=wrapper.scaling[name])
+        if dim:
+            left, right = (
+                _own_part(each, dim, place, group) if i == dim else each for i, each in ((1, left), (2, right))
+            )
+        dtype = wrapper.get_param().dtype
+        found.append((left.to(dtype), right.to(dtype), wrapper.scaling[name]))
+    return found
+
+
+def _own_part(tensor: torch.Tensor, dim: int, place: Any, group: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a tensor that is divided along a dimension as weights in this place are."""
+    pieces = tensor.chunk(getattr(place, "split_factor", 1), dim)
+    return torch.cat([piece.chunk(group.size(), dim)[group.get_local_rank()] for piece in pieces], dim)
+
+
+@contextmanager
+def _added_to(wrapper: Any, factors: Callable[[], list[Factors]]) -> Iterator[None]:
+    """A block in which fused experts have floats with what adapters add to this rank's part of them."""
+    own = wrapper.get_base_layer()._parameters
+    former = own[wrapper.parameter_name]
+    weight = former.to_local() if isinstance(former, DTensor) else former
+    with torch.autocast(weight.device.type, enabled=False):
+        for left, right, scaling in factors():
+            weight = torch.baddbmm(weight, left, right, alpha=scaling)
     own[wrapper.parameter_name] = weight
     try:
-        return wrapper.base_layer(*args, **kwargs)
+        yield
     finally:
-        own[wrapper.parameter_name] = whole
+        own[wrapper.parameter_name] = former
 
 
 # ---- weights that the plans leave whole ----

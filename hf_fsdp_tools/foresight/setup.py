@@ -136,8 +136,6 @@ class TrainingSetup:
                 raise ConfigError(f"{name} freezes the base, so nothing would be trained; give lora_r, such as 16.")
         if not self.dequantize and self.load_in_4bit:
             raise ConfigError("load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one.")
-        if not self.dequantize and max(self.tp_size, self.ep_size) > 1:
-            raise ConfigError("tp_size and ep_size divide no weights quantised as stored; leave dequantize=False out.")
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)

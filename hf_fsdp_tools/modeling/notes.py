@@ -25,6 +25,8 @@ class Note:
     """Whether the units of such a model stay gathered while it generates; None where memory decides."""
     packed: Mapping[str, Any] = field(default_factory=dict)
     """The `PackedForm` of each weight of a module whose weights are quantised as stored."""
+    packed_parts: Mapping[str, Any] = field(default_factory=dict)
+    """The `PackedForm` of this rank's part of such a weight that ranks share."""
     compute_dtype: Any = None
     """The dtype in which such a module computes, if it is not that of the plain weights."""
     deltas: Mapping[str, Any] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -191,6 +192,9 @@ def _held(
 ) -> tuple[Look, list[torch.Tensor]]:
     """What a module holds in the place of a parameter; `dtype`: of its floats, where it is not that of computation."""
     note, form = note_of(module), note_of(module).packed[name]
+    tensors = [getattr(module, part) for part in form.parts(name)]
+    if name in note.packed_parts and not isinstance(tensors[0], DTensor):
+        form = note.packed_parts[name]
     added = note.deltas.get(name, ())
     look = Look(
         form=form,
@@ -199,7 +203,7 @@ def _held(
         scalings=tuple(scaling for *_, scaling in added),
     )
     factors = [each for lhs, rhs, _ in added for each in (lhs, rhs)]
-    return look, [*factors, *(getattr(module, part) for part in form.parts(name))]
+    return look, [*factors, *tensors]
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:

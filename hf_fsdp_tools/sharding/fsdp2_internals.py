@@ -223,6 +223,11 @@ class ShardMemory:
         size: torch.Size = self.entry.padded_sharded_param_size
         return size
 
+    def gathered_size(self) -> torch.Size:
+        """The size of what the unit gathers: of a layer that ranks share, this rank's part."""
+        size: torch.Size = self.entry._orig_size
+        return size
+
     @property
     def device(self) -> torch.device:
         """The device on which the unit is gathered."""

@@ -24,14 +24,15 @@ class Float8Policy(MixedPrecisionPolicy):
     """Mixed precision with FP8: what `mp_policy="fp8"` and Accelerate's `mixed_precision: fp8` mean, for other values.
 
     Linear layers of blocks multiply in FP8 (torchao's `Float8Linear`), and FSDP2 gathers their weights in FP8; all else
-    computes in bf16, and gradients are reduced in fp32. Not converted are heads, embeddings, routers, experts in lists,
-    adapters, and layers whose dimensions are not divisible by 16. Weights and states are saved as without FP8.
+    computes in bf16, and gradients are reduced in fp32. Not converted are heads, embeddings, routers, experts,
+    adapters, and layers of which a rank's part has a dimension that is not divisible by 16. Weights and states are
+    saved as without FP8.
 
     On a CPU, products are emulated in fp32 from the same FP8 values: to test a training, not to save time.
 
     Raises:
         ConfigError: from the function that takes the policy, on all ranks: torchao is missing, the device has no FP8,
-            nothing can be converted, or layers or experts are shared between ranks.
+            nothing can be converted, or ranks cannot agree on scales of a layer that they share.
 
     Example:
         >>> rowwise = Float8Policy(config="rowwise")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+from peft import LoraConfig
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 from torch.distributed.tensor import DTensor, Shard
@@ -41,7 +42,7 @@ from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding import placement
-from hf_fsdp_tools.steps import make_wrap_plan
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
@@ -74,9 +75,9 @@ QUIET = {"progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated")
 
 
-def llama() -> hf.PreTrainedModel:
+def llama(**sizes: int) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=False))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=False))
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +91,13 @@ def load(folder: Path, mp_policy: Any = FP32, **options: Any) -> Any:
     return from_pretrained(folder, mp_policy=mp_policy, load_kwargs=QUIET, **options).train()
 
 
-def by_torchao() -> Any:
+def by_torchao(model: Any = None, recipe: str = "tensorwise") -> Any:
     """The model in one process, converted by torchao itself and nothing of this package."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
-    return convert_to_float8_training(llama().train(), config=config, module_filter_fn=lambda _, name: "layers" in name)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    is_converted = lambda _, name: "layers" in name and not name.endswith("gate")  # noqa: E731
+    return convert_to_float8_training((model or llama()).train(), config=config, module_filter_fn=is_converted)
 
 
 def steps(model: Any, rows: Any, optimizer: Any = None, *, scale: float = 1.0) -> list[float]:
@@ -278,7 +280,7 @@ def states_resume_to_the_bit(folder: Path, tmp: Path) -> None:
 
 def adapters_on_a_frozen_base(folder: Path) -> None:
     """The base computes and is gathered in FP8, adapters do neither; as torchao and PEFT in one process."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     config = LoraConfig(r=16, target_modules="all-linear", lora_alpha=8)
     rank = dist.get_rank()
@@ -371,6 +373,79 @@ def rows_shared_by_ranks(folder: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-2) and found != expected
 
 
+def assert_same_pass(model: Any, reference: Any, own: slice) -> None:
+    """Loss, gradients and evaluation of one process, but for the order of sums; this rank has some of the rows."""
+    rows = IDS[:2]
+    loss = model(input_ids=rows[own], labels=rows[own], use_cache=False).loss
+    loss.backward()
+    apiece = [reference(input_ids=row[None], labels=row[None]).loss for row in rows]
+    (sum(apiece) / 2 if own != slice(2) else reference(input_ids=rows, labels=rows).loss).backward()
+    gradients = full_gradients(model)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6, msg=name)
+    with torch.no_grad():
+        expected = reference(input_ids=rows[own]).logits  # torchao fails in inference mode with scales per row
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(
+                model(input_ids=rows[own], use_cache=False).logits, expected, rtol=1e-4, atol=2e-6
+            )
+
+
+def layers_shared_by_ranks(recipe: str, options: dict[str, Any], tmp: Path) -> None:
+    """Scales are those of whole tensors, which each rank has a part of: weights, inputs, gradients."""
+    folder, size = tmp / "even", dist.get_world_size()
+    if dist.get_rank() == 0 and not folder.exists():
+        llama(vocab_size=132).save_pretrained(folder)
+    dist.barrier()
+    policy = replace(FP32, config=recipe)
+    model = load(folder, policy, mesh=ParallelDims(tp_size=2), **options)
+    assert sum(map(is_float8, model.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
+    reference = by_torchao(llama(vocab_size=132), recipe)
+    if "peft_config" in options:
+        from peft import get_peft_model
+
+        reference = get_peft_model(reference, options["peft_config"])
+        reference.load_state_dict(full_state(model))
+    own = slice(2) if size == 2 else slice(dist.get_rank() // 2, dist.get_rank() // 2 + 1)
+    for each in (model, copy.deepcopy(model)) if size == 2 and not options else (model,):
+        assert_same_pass(each, reference, own)
+        reference.zero_grad()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    trained = {key.replace("base_model.model.", ""): value for key, value in full_state(model).items()}
+    if "peft_config" not in options:
+        reference.load_state_dict(trained)
+        model.zero_grad()
+        assert_same_pass(model, reference, own)
+
+
+def layers_next_to_shared_experts(tmp: Path) -> None:
+    sizes = {**SIZES, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = tmp / "experts"
+    torch.manual_seed(0)
+    plain = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    model = load(folder, FP32, mesh=ParallelDims(ep_size=2))
+    names = {name.split(".")[3] for name, module in model.named_modules() if is_float8(module)}
+    assert names == {"self_attn"}
+    assert_same_pass(model, by_torchao(plain), slice(dist.get_rank(), dist.get_rank() + 1))
+
+
+def layers_that_cannot_share_scales(tmp: Path) -> None:
+    folder, mesh = tmp / "even", ParallelDims(tp_size=2)
+    rules = {f"model.layers.*.mlp.{name}_proj": "packed_colwise" for name in ("up", "gate")}
+    model = parallelize_model(build_meta_model(folder), mesh.build_mesh("cpu"), tp_plan=rules)
+    plan = make_wrap_plan(model)
+    said = refusal(lambda: shard_model(model, plan, mesh=mesh.build_mesh("cpu"), mp_policy=FP32), ConfigError)
+    assert "cannot agree on scales" in said and "Float8Policy(module_filter" in said and "\n" not in said
+    narrow = Float8Policy(module_filter=lambda module, name: name.endswith("k_proj"))
+    said = refusal(lambda: load(tmp / "narrow", narrow, mesh=mesh), ConfigError)
+    assert "have a dimension that is not divisible by 16" in said
+
+
 def ranks_that_differ(folder: Path) -> None:
     """Rank 1 leaves its last block out; it takes part with zeros."""
     model = load(folder)
@@ -384,8 +459,6 @@ def ranks_that_differ(folder: Path) -> None:
 
 
 def refusals(folder: Path) -> None:
-    mesh = ParallelDims(tp_size=2).build_mesh("cpu")
-    assert "tp_size 2" in refusal(lambda: load(folder, "fp8", mesh=mesh), ConfigError)
     said = refusal(lambda: load(folder, Float8Policy(module_filter=lambda module, name: False)), ConfigError)
     assert "no plain linear layer" in said
     said = refusal(lambda: load(folder, Float8Policy(config="rowise")), ConfigError)
@@ -410,10 +483,38 @@ WITH_FILES = named(parameters_and_files_are_plain, states_resume_to_the_bit, a_t
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(RARE_CASES, marks=pytest.mark.nightly)], ids=["usual", "rare"])
 @pytest.mark.shows("FP8 (emulated)", "FSDP2", "LoRA", "offload", "compile", "cp")
-@pytest.mark.shows("FP8 (emulated)", "QLoRA", "tp", refused=True)
+@pytest.mark.shows("FP8 (emulated)", "QLoRA", refused=True)
 def test_two_ranks(folder: Path, tmp_path: Path, cases: dict[str, Any]) -> None:
     files = {} if cases is RARE_CASES else {name: partial(case, folder, tmp_path) for name, case in WITH_FILES.items()}
     run_ranks(run_cases, 2, {name: partial(case, folder) for name, case in cases.items()} | files)
+
+
+SHARED: dict[str, Any] = {
+    "tensorwise": partial(layers_shared_by_ranks, "tensorwise", {}),
+    "adapters": partial(layers_shared_by_ranks, "tensorwise", {"peft_config": LoraConfig(r=4)}),
+    **named(layers_next_to_shared_experts, layers_that_cannot_share_scales),
+}
+SHARED_RARELY: dict[str, Any] = {
+    "rowwise": partial(layers_shared_by_ranks, "rowwise", {}),
+    "recomputed": partial(layers_shared_by_ranks, "tensorwise", {"activation_checkpointing": True}),
+    "offloaded": partial(layers_shared_by_ranks, "tensorwise", {"offload_policy": CPUOffloadPolicy()}),
+    "compiled": partial(layers_shared_by_ranks, "rowwise_with_gw_hp", {"compile": {"backend": "aot_eager"}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, SHARED),
+        pytest.param(2, SHARED_RARELY, marks=pytest.mark.nightly),
+        pytest.param(4, {"tensorwise": SHARED["tensorwise"]}, marks=pytest.mark.nightly),
+    ],
+    ids=["usual", "rare", "four"],
+)
+@pytest.mark.shows("FP8 (emulated)", "tp", "ep")
+def test_layers_and_experts_shared_by_ranks(tmp_path: Path, size: int, cases: dict[str, Any]) -> None:
+    llama(vocab_size=132, num_key_value_heads=2, hidden_size=32).save_pretrained(tmp_path / "narrow")
+    run_ranks(run_cases, size, {name: partial(case, tmp_path) for name, case in cases.items()})
 
 
 @pytest.mark.nightly

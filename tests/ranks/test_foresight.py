@@ -27,14 +27,15 @@ RECOMPUTED = tuple(
 SHARED = "shared rows"
 DIVIDED = ("shared layers", "shared experts")
 STAYING = tuple(f"{name} that stays" for name in ("FP8", "FP8 experts", "MXFP4", "int4"))
-NIGHTLY = (CASES[1], *RECOMPUTED[:2], *STAYING[1:])
+SHARED_STAYING = ("shared FP8 that stays", "shared FP8 experts that stays")
+NIGHTLY = (CASES[1], *RECOMPUTED[:2], *STAYING[1:], *SHARED_STAYING[1:])
 """Each is near another one; `tests/unit/test_step.py` has checkpointing under FSDP2 byte by byte."""
 FEW_LAYERS = replace(SIZES["tiny"], layers=2)
 
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
-    every = (*CASES, *RECOMPUTED, SHARED, *DIVIDED, *STAYING)
+    every = (*CASES, *RECOMPUTED, SHARED, *DIVIDED, *STAYING, *SHARED_STAYING)
     return run_ranks(measure_all, 2, [name for name in every if name not in NIGHTLY])
 
 
@@ -152,6 +153,15 @@ def test_what_weights_that_stay_quantised_take_is_estimated(request, name):
         works = [event for event in step.events if isinstance(event, Work) and event.operation == "all_gather"]
         sent = [num_bytes for kind, num_bytes in found["collectives"] if kind.startswith("all_gather")]
         assert sent == [work.num_bytes for work in works]
+
+
+@pytest.mark.parametrize("name", marked(SHARED_STAYING))
+def test_what_ranks_take_that_share_weights_as_stored_is_estimated(request, name):
+    """Also where adapters of fused experts follow these."""
+    held, peak = requested(estimated_on_cpus(case_named(name), "tiny", 2))
+    for found in measured(request, name):
+        assert found["held"] == pytest.approx(held, rel=2e-2)
+        assert found["peak"] == pytest.approx(peak, rel=5e-2)
 
 
 @pytest.mark.shows("memory estimate", "cp")

@@ -141,6 +141,7 @@ ADAPTERS = {
         "target_modules": ["q_proj", "o_proj", "experts.gate_up_proj"],  # which PEFT turns into a parameter
         "target_parameters": ["experts.down_proj"],
     },
+    "mixtral": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     "gpt_oss": {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
 }
 
@@ -187,7 +188,7 @@ def adapters_are_divided(kinds, layouts, parent):
 def adapters_that_cannot_be_divided(parent):
     folder = folder_of("qwen3_moe", parent)
     for dims, options, said in (
-        (PAIRS[0], {"target_modules": "all-linear"}, "mlp.experts: a ParamWrapper of PEFT cannot be divided"),
+        (PAIRS[0], {"target_parameters": ["q_proj.weight"]}, "q_proj: a ParamWrapper of PEFT cannot be divided"),
         (PAIRS[0], {"target_modules": ["q_proj"], "use_dora": True}, "q_proj: a Linear of PEFT with DoRA cannot"),
     ):
         config = LoraConfig(**options)
@@ -324,7 +325,7 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
     cases = {
         "copies": partial(copies_and_generation, ("qwen3_moe",), [BOTH], tmp_path),
         "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1], tmp_path),
-        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe",), PAIRS[1:], tmp_path),
+        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe",), PAIRS, tmp_path),
         "refused adapters": partial(adapters_that_cannot_be_divided, tmp_path),
         "refused": partial(refused_before_anything_is_loaded, tmp_path),
         "logits": partial(logits_stay_in_parts, tmp_path),
@@ -346,7 +347,13 @@ def test_compiled_layouts(tmp_path, ranks, kind, dims):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "kind", "layouts"),
-    [(2, "gpt_oss", PAIRS[1:]), (4, "qwen3_moe", FOURS[1:4]), (4, "llama, trained whole", FOURS[:1])],
+    [
+        (2, "gpt_oss", PAIRS),
+        (2, "mixtral", PAIRS),
+        (4, "qwen3_moe", FOURS[:1]),
+        (4, "qwen3_moe", FOURS[1:4]),
+        (4, "llama, trained whole", FOURS[:1]),
+    ],
 )
 def test_four_ranks_divide_adapters(tmp_path, ranks, kind, layouts):
     """Also a layer that is trained whole, cut among the ranks of a layer and again among shards."""

@@ -121,9 +121,9 @@ def test_every_option_reaches_the_setup(capsys, llama):
         assert {name: setup[name] for name in fields} == fields, words
 
 
-def write_fp8(llama, folder):
+def write_fp8(llama, folder, block=128):
     content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
-    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
     (folder / "config.json").write_text(json.dumps(content))
 
 
@@ -138,6 +138,11 @@ def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
     assert not value["setup"]["dequantize"] and value["num_params"] == pytest.approx(2.0e9, rel=0.05)
     _, out, _ = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words)
     assert "lora_r 8" in out and "without dequantize" in " ".join(out.split())
+    shared = json.loads(run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--tp-size", "2", "--json")[1])["memory"]
+    assert shared["num_params"] == value["num_params"] and shared["total"] < value["total"]
+    write_fp8(llama, tmp_path, 2048)
+    code, _, err = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--tp-size", "8")
+    assert code == 1 and "is stored in blocks of 2048, through which 8 parts of its" in err, err
 
 
 @pytest.mark.nightly
@@ -149,6 +154,9 @@ def test_a_base_stays_quantised_where_only_that_fits(capsys, llama, tmp_path):
     value = json.loads(run(capsys, "config", tmp_path, *tight, *fixed, "--json")[1])
     assert value["launch"].endswith(" --dequantize false")
     assert not value["recommendation"]["setup"]["dequantize"]
+    shared = [*tight, *fixed, "--tp-size", "2", "--dequantize", "false"]
+    value = json.loads(run(capsys, "config", tmp_path, *shared, "--json")[1])
+    assert not value["recommendation"]["setup"]["dequantize"] and value["recommendation"]["setup"]["tp_size"] == 2
 
 
 def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):

@@ -296,10 +296,6 @@ def test_a_loss_in_chunks_never_holds_all_logits():
     [
         ({}, "dequantize=False freezes the base, so nothing would be trained; give lora_r"),
         ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit quantises a plain base"),
-        (
-            {"lora_r": 4, "tp_size": 2, "num_processes": 2},
-            "tp_size and ep_size divide no weights quantised as stored",
-        ),
         ({"lora_r": 4}, "LlamaForCausalLM has no quantization_config"),
     ],
 )

@@ -22,7 +22,7 @@ from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.delta_rule import as_kernels
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, Values, batch_of, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, chunk_loss, notes_of, tensors_in
-from hf_fsdp_tools.foresight.tracing.parts import follow_parts
+from hf_fsdp_tools.foresight.tracing.parts import follow_parts, ranks_of_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
@@ -136,7 +136,7 @@ def _dry_run(
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
     """Yield every parameter, tied ones once."""
     names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
-    held, matrices = floats_held(model), sizes_of_matrices(model)
+    held, matrices, shared = floats_held(model), sizes_of_matrices(model), ranks_of_parts(model)
     for parameter, (name, *other_names) in names.items():
         dtype = parameter.dtype
         if dtype.is_floating_point:
@@ -150,7 +150,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             requires_grad=parameter.requires_grad,
             is_whole=setup.is_plain or name in plan.replicated,
             matrices=matrices.get(name),
-            num_floats=held[parameter][0] if parameter in held else None,
+            num_floats=held[parameter][0] * shared.get(parameter, 1) if parameter in held else None,
         )
 
 

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, checked_rules, divided_dims
+from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, bytes_along, checked_rules, divided_dims, part_of_form
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
+from hf_fsdp_tools.modeling.packed import packed_parameters, plain_parameters
 
 _STYLES = {
     "take whole": ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts"),
@@ -28,7 +29,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
     do not divide, are a `ConfigError`."""
     sizes = {"tp": setup.tp_size, "ep": setup.ep_size}
     rules = checked_rules(model, setup.tp_size, setup.ep_size)
-    modules = dict(model.named_modules())
+    modules, forms, plain = dict(model.named_modules()), packed_parameters(model), plain_parameters(model)
     for name, (kind, style) in rules.items():
         if name in modules:
             if style == "sequence_parallel":
@@ -37,15 +38,21 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
             add_to_note(modules[name], style=way, is_dispatched=style == DISPATCH)
             continue
         owner, _, own = name.rpartition(".")
-        if dims := divided_dims(style, name, modules[owner]._parameters[own].dim()):
-            parallel = {**note_of(modules[owner]).parallel, own: (dims[0], sizes[kind])}
-            add_to_note(modules[owner], parallel=parallel)
+        weight: Any = plain.get(name, modules[owner]._parameters.get(own))
+        for dim in divided_dims(style, name, weight.dim()):
+            pieces = sizes[kind] * (1 + style.startswith("packed"))
+            cut = {own: dim} | (bytes_along(forms[name], own, dim, pieces) if name in forms else {})
+            parallel = {each: (along, sizes[kind]) for each, along in cut.items()}
+            add_to_note(modules[owner], parallel={**note_of(modules[owner]).parallel, **parallel})
 
 
 def cut_parts(model: nn.Module) -> None:
     """Give a marked model on meta this rank's parts of its parameters, and of LoRA's on divided layers."""
     for wrapper in model.modules():  # as `extensions.tensor_parallel` does it
-        base = getattr(wrapper, "base_layer", None)
+        base: Any = getattr(wrapper, "base_layer", None)
+        if hasattr(wrapper, "parameter_name"):
+            _cut_factors(wrapper)
+            continue
         style = note_of(base).style.keywords if isinstance(base, nn.Module) and note_of(base).style else {}
         by_rows = style.get("style", "").startswith("colwise")
         if by_rows or style.get("style", "").startswith("rowwise"):
@@ -55,7 +62,11 @@ def cut_parts(model: nn.Module) -> None:
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, (dim, size) in note_of(module).parallel.items():
-            if (whole := module._parameters[name]) is None:
+            note = note_of(module)
+            if name in note.packed:
+                own = part_of_form(note.packed[name], dim, size)
+                add_to_note(module, packed_parts={**note.packed_parts, name: own})
+            if (whole := module._parameters.get(name)) is None:
                 continue
             if whole not in parts:
                 part = torch.empty_like(whole.chunk(size, dim)[0], memory_format=torch.contiguous_format)
@@ -63,6 +74,34 @@ def cut_parts(model: nn.Module) -> None:
             module._parameters[name] = parts[whole]
             if note_of(module).is_dispatched:
                 module.num_experts = parts[whole].shape[0]  # type: ignore[assignment]
+
+
+def ranks_of_parts(model: nn.Module) -> dict[nn.Parameter, int]:
+    """How many ranks share each parameter of floats of a cut model."""
+    ways = ((module, name, size) for module in model.modules() for name, (_, size) in note_of(module).parallel.items())
+    found = {module._parameters.get(name): size for module, name, size in ways}
+    return {part: size for part, size in found.items() if part is not None and part.is_floating_point()}
+
+
+def _cut_factors(wrapper: Any) -> None:
+    """LoRA on fused experts follows them: whole experts have their own, and of a part of each a rank uses a part."""
+    dim, size = note_of(wrapper.get_base_layer()).parallel.get(wrapper.parameter_name, (0, 1))
+    if dim:
+        add_to_note(wrapper, style=partial(_use_part_of_factors, dim=dim, size=size))
+        return
+    wrapper.num_experts //= size
+    for matrices, along in ((wrapper.lora_A, 0), (wrapper.lora_B, 1)):
+        for matrix in matrices.values():
+            add_to_note(matrix, parallel={"weight": (along, size)})
+
+
+def _use_part_of_factors(wrapper: Any, dim: int, size: int) -> None:
+    def factors(adapter: str) -> tuple[Any, Any, float]:
+        left, right, scaling = type(wrapper).get_delta_factors(wrapper, adapter)
+        left, right = map(_summed_back, (left, right))
+        return left.chunk(size, 1)[0] if dim == 1 else left, right.chunk(size, 2)[0] if dim == 2 else right, scaling
+
+    wrapper.get_delta_factors = factors
 
 
 def follow_parts(model: Any) -> None:
