@@ -16,6 +16,7 @@ crashes    any other error; hangs: no end after two minutes
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -26,7 +27,7 @@ from importlib.metadata import version
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
-from benchmarks.measuring import OURS, Row, table_of
+from benchmarks.measuring import Row, table_of
 from hf_fsdp_tools.testing import PRELOAD, hide_gpus, run_cases, run_ranks
 
 LIMIT_S = 120.0
@@ -34,9 +35,9 @@ BATCH = 10
 PARTS = {"first": 0, "saved": 1, "resumed": 0}
 """Parts of a run, and their ranks; 0 means all."""
 VERDICTS = ("right", "wrong", "refuses", "crashes", "hangs", "takes no part")
-CHECKS = {"loss": "loss", "gradients": "gradients", "saved": "saved model", "resumed": "resumed run"}
+CHECKS = {"loss": "loss", "gradients": "gradients", "saved": "saved weights", "resumed": "resumed run"}
 REFUSALS = {"ValueError", "NotImplementedError", "FSDPToolsError"}
-LIBRARIES = "transformers accelerate trl peft torch hf_fsdp_tools".split()
+LIBRARIES = ["transformers", "accelerate", "trl", "peft", "torch", "hf_fsdp_tools"]
 
 
 def judged(seen: Sequence[Row]) -> Row:
@@ -52,17 +53,18 @@ def judged(seen: Sequence[Row]) -> Row:
         return row | {"verdict": "wrong", "why": "; ".join(f"{CHECKS[name]}: {found[name][1]}" for name in wrong)}
     failed = [part for part in seen if "error" in part]
     # Where one rank fails, the others see a connection closed.
-    failed.sort(key=lambda part: "Connection closed" in part["error"]["said"] or "gloo" in part["error"]["said"])
+    failed.sort(key=lambda part: "gloo" in part["error"]["said"])
     if failed:
         error, stage = failed[0]["error"], failed[0]["stage"]
         place = error["place"].rpartition("site-packages/")[2].rpartition("hf_fsdp_tools/")[2]
-        why = f"{stage}: {error['kinds'][0]}: {error['said']} ({place})"
-        is_refusal = stage == "load" and not failed[0].get("is_resumed") and REFUSALS & set(error["kinds"])
+        is_first = failed[0]["part"].startswith("first")
+        why = f"{'' if is_first else 'resumed, '}{stage}: {error['kinds'][0]}: {error['said']} ({place})"
+        is_refusal = is_first and stage == "load" and REFUSALS & set(error["kinds"])
         verdict = "takes no part" if "NotTakenError" in error["kinds"] else "refuses" if is_refusal else "crashes"
         return row | {"verdict": verdict, "why": why}
-    hanging = [part["stage"] for part in seen if part.get("stage") != "done"]
-    if hanging:
-        return row | {"verdict": "hangs", "why": hanging[0]}
+    if len(found) < len(CHECKS):  # a part was killed
+        stages = [part["stage"] for part in seen if part["stage"] != "done"]
+        return row | {"verdict": "hangs", "why": ", ".join(stages) or "before it begins"}
     return row | {"verdict": "right", "why": ""}
 
 
@@ -86,7 +88,7 @@ def run_alone(contestant: str, folder: Path, out: Path) -> list[Row]:
 def rows_of(types: Sequence[str], contestants: Sequence[str], is_done: Callable[[str, str], bool]) -> Iterator[Row]:
     """The cells of some types. Each contestant takes them one after the other in the same processes; whatever is not
     right there is run again alone."""
-    from benchmarks.refereeing.contestants import CONTESTANTS, RANKS, contest, prepare
+    from benchmarks.refereeing.contestants import RANKS, contest, prepare
 
     with tempfile.TemporaryDirectory(prefix="referee-", ignore_cleanup_errors=True) as name:
         home = Path(name)
@@ -94,8 +96,9 @@ def rows_of(types: Sequence[str], contestants: Sequence[str], is_done: Callable[
             run_ranks(run_cases, 1, {each: partial(prepare, each, home / each) for each in types})
         built = [each for each in types if (home / each / "plain.pt").exists()]
         for each in set(types) - set(built):
-            files = [home / each / "error.txt"]
-            yield {"type": each, "contestant": "", "verdict": "not built", "why": files[0].read_text()}
+            error = home / each / "error.txt"
+            why = error.read_text() if error.exists() else "its process ended"
+            yield {"type": each, "contestant": "", "verdict": "not built", "why": why}
         for contestant in contestants:
             todo = {each: home / each / contestant for each in built if not is_done(each, contestant)}
             cases = {}
@@ -120,10 +123,10 @@ def written(output: Path) -> dict[tuple[str, str], Row]:
     return {(row["type"], row["contestant"]): row for row in map(json.loads, lines)}
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Totals, then every type, then why each cell is not right."""
     cells = {(row["type"], row["contestant"]): row for row in rows}
-    contestants = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name]
+    contestants = [name for name in names if any(row["contestant"] == name for row in rows)]
     types = sorted({row["type"] for row in rows if row["contestant"]})
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *LIBRARIES[:4]))
     totals = []
@@ -137,15 +140,22 @@ def page(rows: Sequence[Row]) -> str:
     lines += [f"{versions}; {len(types)} types, 2 ranks (gloo), fp32.", ""]
     lines += table_of(["", *VERDICTS, "wrong in"], totals)
     letters = {"right": "·", "wrong": "**W**", "refuses": "r", "crashes": "C", "hangs": "H", "takes no part": ""}
-    marks = [[name] + [letters.get(cells.get((name, c), {}).get("verdict", ""), "") for c in contestants] for name in types]
+    marks = [
+        [name] + [letters.get(cells.get((name, c), {}).get("verdict", ""), "") for c in contestants] for name in types
+    ]
     lines += ["", "## By type", "", "· right, **W** wrong, r refuses, C crashes, H hangs", ""]
     lines += table_of(["", *contestants], marks)
     for verdict in ("wrong", "crashes", "hangs", "refuses"):
-        found = [[row["type"], row["contestant"], row["why"]] for row in rows if row["verdict"] == verdict]
+        whys: dict[tuple[str, str], list[str]] = {}
+        for row in sorted((row for row in rows if row["verdict"] == verdict), key=lambda row: row["type"]):
+            why = (
+                re.sub(r"\b[A-Z]\w+(For|LM|Model)\w*", "MODEL", row["why"])[:240].replace("|", "/").replace("<", "&lt;")
+            )
+            whys.setdefault((row["contestant"], why), []).append(row["type"])
+        found = [[contestant, ", ".join(of), why] for (contestant, why), of in sorted(whys.items())]
         if found:
-            escaped = [[cell.replace("|", "\\|").replace("<", "\\<")[:240] for cell in each] for each in sorted(found)]
-            lines += ["", f"## {verdict}", "", *table_of(["type", "contestant", "why"], escaped)]
-    absent = [row["type"] for row in rows if row["verdict"] == "not built"]
+            lines += ["", f"## {verdict}", "", *table_of(["", "types", "why"], found)]
+    absent = {row["type"] for row in rows if row["verdict"] == "not built"}
     if absent:
         lines += ["", f"No tiny model is made of the default configuration of: {', '.join(sorted(absent))}."]
     return "\n".join(lines) + "\n"
@@ -169,7 +179,7 @@ def main() -> None:
             with args.output.open("a") as file:
                 print(json.dumps(row), file=file)
             print(*(row[key] for key in ("type", "contestant", "verdict", "why")), file=sys.stderr, flush=True)
-    args.output.with_suffix(".md").write_text(page(list(written(args.output).values())))
+    args.output.with_suffix(".md").write_text(page(list(written(args.output).values()), list(CONTESTANTS)))
 
 
 if __name__ == "__main__":

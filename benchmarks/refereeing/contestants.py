@@ -39,12 +39,12 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.measuring import OURS, Row
 from hf_fsdp_tools import FSDPPlugin, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter
-from hf_fsdp_tools.proof.compare import TOLERANCE, Case, Found, Tensors, apart, forward, load_plain, loss_of, worst
+from hf_fsdp_tools.proof.compare import TOLERANCE, Case, Tensors, apart, forward, load_plain, loss_of, worst
 from hf_fsdp_tools.testing import forget_accelerate
 
 RANKS, STEPS = 2, 2
-KINDS = ("IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM")
-"""Heads that a type is tried with, the first that it has first; encoder-decoders have theirs before `CAUSAL_LM`."""
+KINDS = ("IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM")
+"""Heads that a type is tried with, the first that it has first."""
 _ADAM = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.0}
 """Steps that are seen in the weights; no gradient of zero steps by the sign of its rounding."""
 
@@ -54,8 +54,7 @@ _ADAM = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.0}
 
 def model_classes(model_type: str) -> list[Any]:
     """The classes that a tiny model of a type is tried with; none for a type without such heads."""
-    kinds = [KINDS[i] for i in (0, 2, 1, 3)] if "Seq2Seq" in str(CONFIG_MAPPING[model_type].__mro__) else KINDS
-    names = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(model_type) for kind in kinds)
+    names = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(model_type) for kind in KINDS)
     flat = chain.from_iterable((name,) if isinstance(name, str) else name or () for name in names)
     return [getattr(transformers, name) for name in dict.fromkeys(flat)]
 
@@ -164,7 +163,6 @@ class Job:
         weights = {name: value for name, value in self.plain.weights.items() if name in self.plain.gradients}
         self.note(resumed=worst(apart(found, weights, {}, 10 * TOLERANCE["fp32"], is_part=True)))
 
-
     def see_saved(self) -> None:
         """Compare the saved model, opened by transformers (an adapter by PEFT), with what one process has trained."""
         opened = dict(load_plain(self.case, self.out / "model").named_parameters())
@@ -185,7 +183,9 @@ def contest(name: str, folder: Path, out: Path, parts: Sequence[str]) -> None:
     made = torch.load(folder / "plain.pt", weights_only=False)
     case, plain = made.get(contestant.rows, made["own"])
     for part in parts:
-        job = Job(case=case, plain=plain, out=out, part=part, state=out / contestant.state if part == "resumed" else None)
+        job = Job(
+            case=case, plain=plain, out=out, part=part, state=out / contestant.state if part == "resumed" else None
+        )
         job.note()
         try:
             if contestant.rows not in made:
@@ -196,7 +196,11 @@ def contest(name: str, folder: Path, out: Path, parts: Sequence[str]) -> None:
         except BaseException as error:
             places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
             kinds = [each.__name__ for each in type(error).__mro__]
-            job.note(error={"kinds": kinds, "said": " ".join(str(error).split())[:300], "place": places[-1]})
+            said = " ".join(str(error).split())
+            said = (
+                said if len(said) < 300 else f"{said[:100]} … {said[-200:]}"
+            )  # torch's checkpoints end with the cause
+            job.note(error={"kinds": kinds, "said": said, "place": places[-1]})
             raise
         forget_accelerate()
 
@@ -244,11 +248,11 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 # ---- Accelerate ----
 
 
-def _accelerate() -> FullyShardedDataParallelPlugin:
-    """Accelerate's state under FSDP2, on CPUs too."""
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+def _accelerate(*, is_efficient: bool = True) -> FullyShardedDataParallelPlugin:
+    """Accelerate's state under FSDP2, on CPUs too; rank 0 alone loads, or every rank."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": str(is_efficient)}
     settings = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True, **settings)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=is_efficient, **settings)
     own: dict[str, Any] = {"fsdp_plugin": plugin, "dynamo_plugin": TorchDynamoPlugin()}
     state = AcceleratorState(cpu=True, _from_accelerator=True, **own)
     for each in (state, PartialState()):
@@ -257,9 +261,9 @@ def _accelerate() -> FullyShardedDataParallelPlugin:
     return plugin
 
 
-def accelerate_loop(job: Job) -> Loop:
+def accelerate_loop(job: Job, *, is_efficient: bool = True) -> Loop:
     """Accelerate's FSDP2 as in its guides: `prepare`, `save_state`, `get_state_dict`."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=_accelerate())
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_accelerate(is_efficient=is_efficient))
     base, options = job.source, {"dtype": torch.float32}
     if job.case.is_adapter:
         base = PeftConfig.from_pretrained(str(job.source)).base_model_name_or_path
@@ -341,9 +345,9 @@ def sft(case: Case, out: Path, see: Callable[[nn.Module], Any], *, ranks: int, k
     arguments = SFTConfig(
         output_dir=str(out), per_device_train_batch_size=ids.shape[0] // len(batches), max_steps=STEPS,
         gradient_accumulation_steps=RANKS // ranks, learning_rate=_ADAM["lr"], adam_epsilon=_ADAM["eps"],
-        weight_decay=0.0, lr_scheduler_type="constant", max_grad_norm=0.0, optim="adamw_torch", use_cpu=True, bf16=False,
-        save_steps=1, report_to=[], disable_tqdm=True, train_sampling_strategy="sequential", max_length=None,
-        logging_steps=1, gradient_checkpointing=False, save_strategy="no" if ranks == 1 else "steps",
+        weight_decay=0.0, lr_scheduler_type="constant", max_grad_norm=0.0, optim="adamw_torch", use_cpu=True,
+        bf16=False, save_steps=1, report_to=[], disable_tqdm=True, train_sampling_strategy="sequential",
+        max_length=None, logging_steps=1, gradient_checkpointing=False, save_strategy="no" if ranks == 1 else "steps",
     )  # fmt: skip
     if kind == OURS:
         options: dict[str, Any] = {"auto_class": case.model_class, "load_kwargs": {"progress": False}}
@@ -416,6 +420,7 @@ def _loops(start: Callable[..., Loop], **sizes: int) -> Callable[[Job], None]:
 CONTESTANTS: Mapping[str, Contestant] = {
     f"{OURS} fsdp": Contestant(_loops(our_loop)),
     "accelerate fsdp2": Contestant(_loops(accelerate_loop)),
+    "accelerate fsdp2, every rank loads": Contestant(_loops(accelerate_loop, is_efficient=False)),
     "transformers fsdp": Contestant(_loops(transformers_loop, fsdp_size=RANKS)),
     f"{OURS} tp": Contestant(_loops(our_loop, tp_size=RANKS), "shared"),
     "transformers tp": Contestant(_loops(transformers_loop, tp_size=RANKS), "shared"),
