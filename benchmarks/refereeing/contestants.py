@@ -250,7 +250,8 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 def _accelerate(*, is_efficient: bool = True) -> FullyShardedDataParallelPlugin:
     """Accelerate's state under FSDP2, on CPUs too; rank 0 alone loads, or every rank."""
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": str(is_efficient)}
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(is_efficient)
     settings = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=is_efficient, **settings)
     own: dict[str, Any] = {"fsdp_plugin": plugin, "dynamo_plugin": TorchDynamoPlugin()}

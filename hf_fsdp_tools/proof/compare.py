@@ -461,7 +461,7 @@ def apart(
     names = set(found) | set(plain) if absent_is_zero else set(plain)
     if not (absent_is_zero or is_part) and set(found) != set(plain):
         return {"": (math.inf, f"other names: {sorted(set(found) ^ set(plain))[:3]}")}
-    apart: dict[str, Found] = {}
+    differences: dict[str, Found] = {}
     for name in sorted(names):
         a, b = found.get(name), plain.get(name)
         if a is None or b is None:  # no gradient is a gradient of zeros
@@ -470,15 +470,15 @@ def apart(
             b = torch.zeros(a.shape) if b is None and a is not None else b
         assert a is not None and b is not None
         if a.shape != b.shape:
-            apart[name] = math.inf, f"{name}: shape {tuple(a.shape)} and not {tuple(b.shape)}"
+            differences[name] = math.inf, f"{name}: shape {tuple(a.shape)} and not {tuple(b.shape)}"
             continue
         difference, far = _relative(a, b, floor), exact.get(name)
         is_rounded = bound >= 1e-3 and far is not None and far.shape == b.shape
         is_apart = difference > bound and not (
             is_rounded and far is not None and _relative(a, far, floor) <= 2 * _relative(b, far, floor)
         )
-        apart[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
-    return apart
+        differences[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
+    return differences
 
 
 def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
