@@ -1,4 +1,4 @@
-"""transformers 5.23: an optimizer's state cannot be read again where a parameter never had a gradient (Llava's last layer).
+"""transformers 5.23: an optimizer's state is not read again where a parameter had no gradient (Llava's last layer).
 
 torchrun --nproc-per-node 2 transformers_fsdp_resume.py
 """

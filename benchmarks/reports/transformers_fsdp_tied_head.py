@@ -18,13 +18,11 @@ plain = LlamaForCausalLM(LlamaConfig(vocab_size=131, tie_word_embeddings=True, *
 if dist.get_rank() == 0:
     plain.save_pretrained("tied")
 dist.barrier()
-sharded = LlamaForCausalLM.from_pretrained(
-    "tied", dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=2)
-)
+sharded = LlamaForCausalLM.from_pretrained("tied", distributed_config=DistributedConfig(fsdp_size=2))
 ids = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(0))
 for model in (plain, sharded):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(3):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward(), optimizer.step(), optimizer.zero_grad()
-        print("plain" if model is plain else "sharded", step, loss.item()) if dist.get_rank() == 0 else None
+        print("plain" if model is plain else "sharded", step, loss.item())
