@@ -141,10 +141,9 @@ Confirmed by hand, with a script that needs nothing of this package (`benchmarks
   llava without images; with images too, for the last layer of vision is not used);
 - `accelerate_fsdp2_prepare.py`: Accelerate stops at saved buffers with `cpu_ram_efficient_loading` (deepseek_v3,
   glm4_moe, kimi_linear, bart), at tables inside of units (bert, modernbert), and at tables that several stacks share
-  (t5, bart).
-
-Not explained, and so not to be counted against anybody: hrm_text under TRL on Accelerate, whose first loss is right and
-whose gradient of the head is not, with either way of loading; Accelerate in a loop is right."""
+  (t5, bart);
+- `trl_fused_head.py`: TRL's SFTTrainer trains each part of a head by the gradient of one rank's rows, where FSDP2
+  gathers the head apart from the final norm, as Accelerate does where it finds no such norm (hrm_text)."""
 
 
 def page(rows: Sequence[Row], names: Sequence[str]) -> str:
