@@ -127,7 +127,7 @@ NOTES = """2 ranks (gloo) and fp32, models made tiny from default configurations
 the other in the same processes; what is not right or refused there was run again in processes of its own. An
 Accelerator drops FSDP on CPUs, so its state is told that it has it (`benchmarks/refereeing/contestants.py`); the
 operators of torch's context parallelism, which Accelerate uses, have none for CPUs, so it is not here. `accelerate
-fsdp2`, TRL and PEFT on it load on rank 0 (`cpu_ram_efficient_loading`), as the file of `accelerate config` says.
+fsdp2`, TRL and PEFT on it load on rank 0 (`cpu_ram_efficient_loading`), as `accelerate config` proposes.
 
 Confirmed by hand, with a script that needs nothing of this package (`benchmarks/reports/`):
 
