@@ -351,17 +351,17 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     run = _Sharded(case, model, plain, precision, group)
     shared = max(case.dims.tp_size, case.dims.ep_size, case.dims.cp_size) > 1
     bound *= _OF_PARTS if precision == "bf16" and shared else 1
-    near = partial(_apart, bound=bound, absent_is_zero=True)
+    near = partial(apart, bound=bound, absent_is_zero=True)
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
-        seen[f"{title}outputs"] = worst(_apart(run.outputs(kind), plain_outputs, exact_outputs, bound))
+        seen[f"{title}outputs"] = worst(apart(run.outputs(kind), plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
         output, loss, modules = run.backward(kind)
         values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
         ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
-        seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))
+        seen[f"{title}loss"] = worst(apart(ours, theirs, in_fp32, bound))
         own = output.get("loss") if isinstance(output, dict) else None
         if isinstance(own, torch.Tensor) and own.dtype != torch.float32:
             seen[f"{title}loss"] = (seen[f"{title}loss"][0], f"computed in {own.dtype}, not in fp32 as by autocast")
@@ -376,10 +376,10 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
         if not _is_wrapped(model):  # FSDP1 has a method of its own
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
             whole = nn.utils.get_total_norm(plain.accumulated.values())
-            seen["norm"] = worst(_apart({"norm": norm}, {"norm": whole}, {}, bound))
+            seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, {}, bound))
         _optimizer(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
-        seen["step"] = worst(_apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))
+        seen["step"] = worst(apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))
         seen["save"] = _saved(case, model)
     return seen
 
@@ -450,7 +450,7 @@ def worst(of_names: dict[str, Found]) -> Found:
     return max((found[0] for found in of_names.values()), default=0.0), max(problems, default=(0.0, ""))[1]
 
 
-def _apart(
+def apart(
     found: Tensors, plain: Tensors, exact: Tensors, bound: float, *, absent_is_zero: bool = False, is_part: bool = False
 ) -> dict[str, Found]:
     """The relative difference of each tensor and, where it is too large, what is apart.
@@ -461,7 +461,7 @@ def _apart(
     names = set(found) | set(plain) if absent_is_zero else set(plain)
     if not (absent_is_zero or is_part) and set(found) != set(plain):
         return {"": (math.inf, f"other names: {sorted(set(found) ^ set(plain))[:3]}")}
-    apart: dict[str, Found] = {}
+    differences: dict[str, Found] = {}
     for name in sorted(names):
         a, b = found.get(name), plain.get(name)
         if a is None or b is None:  # no gradient is a gradient of zeros
@@ -470,15 +470,15 @@ def _apart(
             b = torch.zeros(a.shape) if b is None and a is not None else b
         assert a is not None and b is not None
         if a.shape != b.shape:
-            apart[name] = math.inf, f"{name}: shape {tuple(a.shape)} and not {tuple(b.shape)}"
+            differences[name] = math.inf, f"{name}: shape {tuple(a.shape)} and not {tuple(b.shape)}"
             continue
         difference, far = _relative(a, b, floor), exact.get(name)
         is_rounded = bound >= 1e-3 and far is not None and far.shape == b.shape
         is_apart = difference > bound and not (
             is_rounded and far is not None and _relative(a, far, floor) <= 2 * _relative(b, far, floor)
         )
-        apart[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
-    return apart
+        differences[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
+    return differences
 
 
 def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
