@@ -22,14 +22,14 @@ from hf_fsdp_tools.text import table
 
 _REQUIRED = {
     "torch": ("2.11", "2.15"),
-    "transformers": ("5.15", "5.23"),
+    "transformers": ("5.15", "5.24"),
     "accelerate": ("1.13", "1.15"),
     "safetensors": ("0.6", None),
     "huggingface_hub": ("1.0", None),
 }
 """(oldest, newest) version of each required package with which tests have run. The whole suite: `constraints.txt`, the
-newest together (torch 2.15.0, transformers 5.23.0), torch 2.11.0 with transformers 5.17.0. The core's tests:
-transformers 5.15.0 with Accelerate 1.13.0 (docs/guide.md has what is missing there). None accepts any version from the
+newest together (torch 2.15.0, transformers 5.23.0), torch 2.11.0 with transformers 5.17.0, 2.13.0 with 5.24.0. The
+core's tests: transformers 5.15.0 with Accelerate 1.13.0 (docs/guide.md has what is missing there). None accepts any version from the
 oldest of pyproject.toml on."""
 
 _OPTIONAL: dict[str, tuple[str, str | None]] = {

@@ -24,7 +24,8 @@ def test_same_tensors_as_from_pretrained(kind, dtype, tmp_path):
     cls = hf.AutoModelForSeq2SeqLM if kind == "t5" else hf.AutoModelForCausalLM
     plain = cls.from_pretrained(tmp_path, dtype=dtype)
     meta = build_meta_model(tmp_path, dtype=dtype)
-    assert len({p.dtype for p in meta.parameters()}) == (2 if kind == "t5" else 1)
+    if kind != "deepseek_v3":  # of which 5.24 keeps a bias in fp32
+        assert len({p.dtype for p in meta.parameters()}) == (2 if kind == "t5" else 1)
     described = lambda model: [(k, v.shape, v.dtype) for k, v in [*model.named_parameters(), *model.named_buffers()]]  # noqa: E731
     assert described(meta) == described(plain)
     assert type(meta) is type(plain)
