@@ -51,8 +51,7 @@ MODELS = {
 }
 """Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --config`."""
 MORE = {"gpt-oss-20b-mxfp4": ["--dequantize", "false"]}
-MORE |= {name: ["--images", "0"] for name in ("qwen3.5-27b", "qwen3.6-35b-a3b", "gemma-4-31b", "gemma-4-26b-a4b")}
-"""Options of some: LoRA on a base that stays as it is stored; rows of text for a model that takes images, too."""
+"""Options of some: LoRA on a base that stays as it is stored."""
 
 
 def command(name: str, output: str) -> list[str]:

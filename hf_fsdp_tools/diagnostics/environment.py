@@ -29,8 +29,8 @@ _REQUIRED = {
 }
 """(oldest, newest) version of each required package with which tests have run. The whole suite: `constraints.txt`, the
 newest together (torch 2.15.0, transformers 5.23.0), torch 2.11.0 with transformers 5.17.0, 2.13.0 with 5.24.0. The
-core's tests: transformers 5.15.0 with Accelerate 1.13.0 (docs/guide.md has what is missing there). None accepts any version from the
-oldest of pyproject.toml on."""
+core's tests: transformers 5.15.0 with Accelerate 1.13.0 (docs/guide.md has what is missing there). None accepts any
+version from the oldest of pyproject.toml on."""
 
 _OPTIONAL: dict[str, tuple[str, str | None]] = {
     "peft": ("0.21", "0.21"),

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
@@ -113,7 +112,7 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
                 continue
             if node.parent is not None and reads_child(node.parent.module, node.name):
                 continue  # a kernel takes the weight itself, as Mamba's do
-            if any(size % _MULTIPLE for size in local_tensor(module.weight).shape):  # of this rank's part
+            if any(size % _MULTIPLE for size in _part_of(module)):
                 small += 1
             elif len(tree.weight(f"{node.fqn}.weight").owners) == 1 and (
                 policy.module_filter is None or policy.module_filter(module, plain_name(node.fqn, adapters=True))
@@ -126,6 +125,16 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
             f"{others}. Use bf16."
         )
     return layers
+
+
+def _part_of(module: nn.Linear) -> list[int]:
+    """The shape that a rank multiplies with, of a shared layer a part; before units are sharded or after."""
+    shape = list(module.weight.shape)
+    mesh, placements = note_of(module).parallel.get("weight", (None, ()))
+    for placement in placements:
+        if isinstance(placement, Shard):
+            shape[placement.dim] //= mesh.size()
+    return shape
 
 
 def _is_adapter(node: ModuleNode) -> bool:

@@ -23,6 +23,7 @@ _SAID_APART = (
     "num_processes",
     "gpu",
     "gpus_per_node",
+    "images",
     "per_device_train_batch_size",
     "max_length",
     "gradient_accumulation_steps",

@@ -42,17 +42,17 @@ class TrainerSettings:
     )
     clip_by_last_norm: bool = field(
         default=False,
-        metadata={"help": "Clip by the norm of the step before, so that a CPU steps in the backward pass."},
+        metadata={"help": "Clip by the norm of the step before, for a CPU that steps early."},
     )
     ema_decay: float | None = field(
         default=None,
-        metadata={"help": "Average the trained weights after each step (0.999, say), and save the averages, too."},
+        metadata={"help": "Average the trained weights after each step (0.999, say), and save that too."},
     )
     ema_device: str | None = field(
         default=None, metadata={"help": "cpu keeps the averages of --ema_decay in host memory."}
     )
     report_estimate: str | None = field(
-        default=None, metadata={"help": "Add a line of JSON to this file: what was estimated, and what was measured."}
+        default=None, metadata={"help": "Add a line of JSON to this file: estimate and measurement."}
     )
     streams_are_shares: bool = field(
         default=False,

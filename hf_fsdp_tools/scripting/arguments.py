@@ -41,7 +41,7 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
 
     merge_adapters: bool = field(
         default=False,
-        metadata={"help": "Write a checkpoint with the adapter merged in, next to the adapter (merged/)."},
+        metadata={"help": "Write a checkpoint with the adapter merged in, too (merged/)."},
     )
     dequantize: bool = field(
         default=True,
@@ -49,10 +49,7 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     )
     lora_experts: bool = field(
         default=False,
-        metadata={
-            "help": "LoRA on all linear layers and the stacked experts of a mixture (PEFT's target_parameters): each "
-            "expert has factors of its own, without dropout."
-        },
+        metadata={"help": "LoRA on all linear layers and stacked experts (target_parameters), without dropout."},
     )
     early_stopping_patience: int | None = field(
         default=None,

@@ -34,7 +34,8 @@ class Recipe:
     rows: int = 1  # In each example
     lengths: tuple[str, ...] = ("max_length",)
     """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
-    fields: dict[str, Any] = field(default_factory=dict)  # Of `TrainingSetup`, which no option changes
+    fields: dict[str, Any] = field(default_factory=lambda: {"images": 0})
+    """Of `TrainingSetup`, which no option changes; most recipes train on text alone."""
     options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
     frozen: str = ""  # The option for a model next to the one that is trained
     rates: tuple[float, float] = (1e-5, 2e-4)
@@ -49,7 +50,9 @@ _OF_LOOP: tuple[str, ...] = ("model_name_or_path", "dataset_name", "max_length",
 _OF_LOOP += ("gradient_accumulation_steps",)
 
 RECIPES = {
-    "accelerate-loop": Recipe(fields={"loss": "full", "sync_each_batch": True}, options=_OF_LOOP, rates=(2e-5, 2e-5)),
+    "accelerate-loop": Recipe(
+        fields={"images": 0, "loss": "full", "sync_each_batch": True}, options=_OF_LOOP, rates=(2e-5, 2e-5)
+    ),
     "classify": Recipe(auto_class=_CLASSIFIER),
     "distill": Recipe(**_WRITES, frozen="teacher_model_name_or_path"),
     "dpo": Recipe(rows=2, rates=(5e-7, 5e-6)),
@@ -62,7 +65,7 @@ RECIPES = {
         auto_class="AutoModelForSeq2SeqLM", lengths=("max_length", "max_target_length"), rates=(1e-4, 5e-4)
     ),
     "tokens": Recipe(auto_class="AutoModelForTokenClassification", rates=(2e-5, 2e-4)),
-    "vision-language": Recipe(auto_class="AutoModelForImageTextToText"),
+    "vision-language": Recipe(auto_class="AutoModelForImageTextToText", fields={}),
 }
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -119,15 +119,16 @@ def test_the_documents_have_the_settings_for_a_model(path: Path) -> None:
     name, run = path.name.removesuffix(".run.yaml"), yaml.safe_load(path.read_text())
     launch_file = (path.parent / f"{name}.yaml").read_text()
     launch = yaml.safe_load(launch_file)
-    rows = (REPOSITORY / "docs" / "recipes.md").read_text().splitlines()
+    rows = (REPOSITORY / "docs" / "models" / "index.md").read_text().splitlines()
     (row,) = (row for row in rows if row.startswith(f"| `{name}` |"))
     model, gpus, trained, batch, memory = (cell.strip() for cell in row.strip("|").split("|")[1:])
     sharding = launch["fsdp_config"]
-    words = ["LoRA" if run.get("use_peft") else "all parameters"]
+    words = [f"LoRA, rank {run['lora_r']}" if run.get("use_peft") else "all parameters"]
+    words += ["base as stored"] * (run.get("dequantize") is False)
     words += ["activation checkpointing"] * sharding["fsdp_activation_checkpointing"]
     words += ["blocks' inputs on the host"] * sharding.get("fsdp_activation_checkpointing_offload", False)
     words += [f"`tp_size` {tp_size_of(launch)}"] * (tp_size_of(launch) > 1)
-    assert model == run["model_name_or_path"] and gpus == f"{launch['num_processes']} × 80 GB"
+    assert model == run["model_name_or_path"] and gpus == str(launch["num_processes"])
     assert trained == ", ".join(words)
     assert batch == f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
     assert re.search(r"^# memory +([\d.]+ GB)", launch_file, re.MULTILINE).group(1) == memory
