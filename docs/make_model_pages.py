@@ -245,6 +245,7 @@ def settings(path: Path) -> str:
     trained += ["base as stored"] * (run.get("dequantize") is False)
     trained += ["activation checkpointing"] * launch["fsdp_config"]["fsdp_activation_checkpointing"]
     trained += [f"`tp_size` {tp_size}"] * (tp_size > 1)
+    trained += [f"`ep_size` {size}" for size in [launch["fsdp_config"].get("fsdp_ep_size", 1)] if size > 1]
     memory = re.search(r"^# memory +(\S+ GB)", text, re.MULTILINE)
     assert memory is not None, path
     rows = f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"

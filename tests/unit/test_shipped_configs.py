@@ -74,6 +74,7 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
     layers = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
     words += ["--tp-size", str(layers)] * (layers > 1)
+    words += ["--ep-size", str(sharding["fsdp_ep_size"])] if "fsdp_ep_size" in sharding else []
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
     words += ["--dequantize", "false"] * (run.get("dequantize") is False)
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
@@ -128,6 +129,7 @@ def test_the_documents_have_the_settings_for_a_model(path: Path) -> None:
     words += ["activation checkpointing"] * sharding["fsdp_activation_checkpointing"]
     words += ["blocks' inputs on the host"] * sharding.get("fsdp_activation_checkpointing_offload", False)
     words += [f"`tp_size` {tp_size_of(launch)}"] * (tp_size_of(launch) > 1)
+    words += [f"`ep_size` {size}" for name, size in sharding.items() if name == "fsdp_ep_size"]
     assert model == run["model_name_or_path"] and gpus == str(launch["num_processes"])
     assert trained == ", ".join(words)
     assert batch == f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
