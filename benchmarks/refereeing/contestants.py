@@ -196,10 +196,9 @@ def contest(name: str, folder: Path, out: Path, parts: Sequence[str]) -> None:
         except BaseException as error:
             places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
             kinds = [each.__name__ for each in type(error).__mro__]
-            said = " ".join(str(error).split())
-            said = (
-                said if len(said) < 300 else f"{said[:100]} … {said[-200:]}"
-            )  # torch's checkpoints end with the cause
+            said = re.sub(r'File "[^"]*/', 'File "', " ".join(str(error).split()))  # no path of one machine
+            if len(said) >= 300:  # torch's checkpoints end with the cause
+                said = f"{said[:100]} … {said[-200:]}"
             job.note(error={"kinds": kinds, "said": said, "place": places[-1]})
             raise
         forget_accelerate()

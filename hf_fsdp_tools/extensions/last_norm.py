@@ -15,7 +15,7 @@ class LastNorm:
     def __init__(self, limit: float, before: "LastNorm | None") -> None:
         self.limit = limit
         self.norm: torch.Tensor | None = None
-        """The norm that is clipped by, the same on all ranks, on the CPU; of a first step known at its end."""
+        """The norm that is clipped by, the same on all ranks, on the CPU; a first step knows it at its end."""
         self.has_begun = False
         self._before = before
         self._parts: dict[torch.Tensor, torch.Tensor] = {}  # norms of what this rank has of each parameter's gradient

@@ -224,7 +224,7 @@ class ShardMemory:
         return size
 
     def gathered_size(self) -> torch.Size:
-        """The size of what the unit gathers: of a layer that ranks share, this rank's part."""
+        """The size of what the unit gathers; where ranks share a layer, it is this rank's part."""
         size: torch.Size = self.entry._orig_size
         return size
 

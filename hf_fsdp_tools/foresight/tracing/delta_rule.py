@@ -35,7 +35,7 @@ def delta_rule_flops(keys: torch.Size, values: torch.Size, *, is_backward: bool)
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("It is followed without data.")
+    raise NotImplementedError("It is followed without data.")  # a trace runs the rule for shapes below alone
 
 
 @_forward.register_fake
@@ -50,7 +50,7 @@ def _backward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, inverse: torch.Tensor,
     summed: torch.Tensor, states: torch.Tensor, gradient: torch.Tensor
 ) -> list[torch.Tensor]:  # fmt: skip
-    raise NotImplementedError("It is followed without data.")
+    raise NotImplementedError("It is followed without data.")  # a trace runs the rule for shapes below alone
 
 
 @_backward.register_fake
