@@ -20,6 +20,7 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import set_aside_quantization
 from hf_fsdp_tools.modeling.pickles import read_json_object
@@ -258,11 +259,15 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield the parameters and buffers of a model of transformers that it computes with in fp32, asked for `dtype`."""
+    """Yield the parameters and buffers of a model of transformers that it computes with in fp32, asked for `dtype`.
+
+    The names are those of the model without adapters: a pattern of transformers (`base` is one) may mean PEFT's own.
+    """
     plan: Any = getattr(model, "_get_dtype_plan", None)
     patterns = [pattern.replace("*", ".*") for pattern in (plan(dtype) if plan is not None else ())]
     kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere in a name
     for name, module in model.named_modules() if patterns else ():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and tensor.is_floating_point() and kept.search(f"{name}.{key}" if name else key):
+            fqn = plain_name(f"{name}.{key}" if name else key, adapters=True).removeprefix("base_model.model.")
+            if tensor is not None and tensor.is_floating_point() and kept.search(fqn):
                 yield module, key, tensor

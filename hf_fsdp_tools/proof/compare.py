@@ -5,8 +5,9 @@ its gradients are their mean. Each rank of the sharded model sees its own batch,
 random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
-is how it is trained. It is compared with the plain model, parameters in bf16 and buffers as they are: the same
-operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
+is how it is trained. It is compared with the plain model, buffers as they are and parameters in bf16 but for those that
+transformers keeps in fp32: the same operations on the same rounded weights, so that even roundings agree. AdamW steps
+in fp32 alone.
 
 In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
 
@@ -205,8 +206,10 @@ def _plain_name(name: str) -> str:
 def plain_figures(case: Case, precision: str) -> Figures:
     """What the plain model computes of the batches of all ranks."""
     model, dtype = load_plain(case), PRECISIONS[precision]
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
+    kept = {name for name, p in load_plain(case, dtype=dtype).named_parameters() if p.dtype == torch.float32}
+    for name, parameter in model.named_parameters():
+        is_kept = name in kept and "lora_" not in name  # PEFT makes its own in fp32
+        if parameter.is_floating_point() and parameter.dim() and not is_kept:  # 0-d ones are not gathered
             parameter.data = parameter.data.to(dtype)
     state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
     figures = Figures(state=state, modules={}, outputs={}, losses={}, gradients={}, accumulated={}, stepped={})
@@ -242,18 +245,18 @@ def plain_figures(case: Case, precision: str) -> Figures:
     return figures
 
 
-def load_plain(case: Case, folder: Path | None = None) -> Any:
-    """The plain model of a case, in fp32; of another folder in the same form, where one is given."""
+def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The plain model of a case as transformers loads it; of another folder in the same form, where one is given."""
     torch.manual_seed(3)
     folder = folder or case.folder
     if case.is_adapter:
         from peft import PeftConfig, PeftModel
 
         base = case.model_class.from_pretrained(
-            PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=torch.float32
+            PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=dtype
         )
         return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
-    model = case.model_class.from_pretrained(folder, dtype=torch.float32)
+    model = case.model_class.from_pretrained(folder, dtype=dtype)
     for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
         parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())
     return model.eval()
