@@ -30,7 +30,7 @@ from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.divided_head import DividedHead, as_no_view
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced, slots
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, reads_child, replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.packed import (
     listed_as_parameters,
@@ -226,6 +226,9 @@ def checked_rules(
             styles = {name: style for name, style in styles.items() if name in experts or name.startswith(below)}
             rules = {name: rule for name, rule in rules.items() if name not in experts and not name.startswith(below)}
         rules |= {name: (kind, style) for name, style in styles.items()}
+    for name in [name for name, (_, style) in rules.items() if style.startswith("embedding")]:
+        if _is_read_whole(model, name):
+            del rules[name]
     _drop_half_tied(model, rules)
     for kind, size in kinds.items():
         if not any(axis == kind for axis, _ in rules.values()) and not (given[kind] == {} and rules):
@@ -355,6 +358,16 @@ def divided_dims(style: str, name: str, ndim: int) -> list[int]:
     if style.startswith("rowwise") or style == "packed_rowwise":
         return [] if name.endswith(".bias") or ndim < 2 else [ndim - 1]
     return []
+
+
+def _is_read_whole(model: nn.Module, fqn: str) -> bool:
+    """Whether an embedding computes more than sums of rows (Inkling's has a norm), or a module that is further out than
+    its holder reads its weight (Gemma 4 with images): such a one stays whole."""
+    owner = fqn.removesuffix(".weight")
+    parts = owner.split(".")
+    around = ((".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts) - 1))
+    has_parts = any(True for _ in model.get_submodule(owner).children())
+    return has_parts or any(reads_child(model.get_submodule(outer), inner) for outer, inner in around)
 
 
 def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:

@@ -41,6 +41,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.sharding.injection import names_as_saved
 from hf_fsdp_tools.sharding.replicated import clip_norm
 from hf_fsdp_tools.sharding.sharding import sharding_of
 
@@ -255,7 +256,8 @@ def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torc
         base = case.model_class.from_pretrained(
             PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=dtype
         )
-        return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
+        with names_as_saved():
+            return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
     model = case.model_class.from_pretrained(folder, dtype=dtype)
     for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
         parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())

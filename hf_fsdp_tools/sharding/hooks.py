@@ -122,8 +122,15 @@ def hooks_of_casts(
         # in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory
         yield Hook(module, Phase.CONTEXT, partial(torch.autocast, device_type, enabled=False))
     if param_dtype in _LOWER:
+        lower = partial(torch.autocast, device_type, param_dtype, cache_enabled=False)
+        yield from (Hook(module, Phase.CONTEXT, lower) for module in model.modules() if _holds_matrices(module))
         # the root's own code, which computes losses and the like in fp32, as under DDP
-        yield Hook(model, Phase.CONTEXT, partial(torch.autocast, device_type, param_dtype, cache_enabled=False))
+        yield Hook(model, Phase.CONTEXT, lower)
+
+
+def _holds_matrices(module: nn.Module) -> bool:
+    """Whether a module multiplies activations by matrices in fp32 that are buffers: decays of MiniMax, masks of GPT."""
+    return any(b is not None and b.is_floating_point() and b.dim() > 2 for b in module._buffers.values())
 
 
 def _cast_around_copies(model: nn.Module) -> Iterator[Hook]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.module_tree import swap
+from hf_fsdp_tools.modeling.module_tree import replaced, swap
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, with_added
 from hf_fsdp_tools.modeling.packed_weight import Factors
@@ -76,6 +76,27 @@ def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
 def cut_values(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
     cut_whole(values, ((prefix + name, parameter) for name, parameter in model.named_parameters()))
+
+
+@contextmanager
+def names_as_saved() -> Iterator[None]:
+    """A block in which PEFT reads an adapter whose names are the model's by these names.
+
+    PEFT (0.21) takes them for names of the base's checkpoint, renames them, and drops what then fits nothing: the
+    adapters of shared experts of Laguna, whose checkpoint has `mlp.shared_expert`.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    convert = conversion.convert_peft_adapter_state_dict_for_transformers
+
+    def converted(model: Any, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default") -> Any:
+        names = {name.replace(f".{adapter_name}", "") for name, _ in model.named_parameters()}
+        if all(key in names for key in adapter_state_dict if ".lora_" in key):
+            return adapter_state_dict
+        return convert(model, peft_config, adapter_state_dict, adapter_name)
+
+    with replaced(conversion, convert_peft_adapter_state_dict_for_transformers=converted):
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
-from hf_fsdp_tools.sharding.injection import cut_values, guarded
+from hf_fsdp_tools.sharding.injection import cut_values, guarded, names_as_saved
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -130,7 +130,7 @@ def guard_injection() -> None:
 
     @wraps(load)
     def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        with outer.register_load_state_dict_pre_hook(cut_values):
+        with outer.register_load_state_dict_pre_hook(cut_values), names_as_saved():
             return load(outer, *args, **kwargs)
 
     BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.proof.batches import WORDS
 from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_adapter, with_kinds
-from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.compare import PRECISIONS, Case, forward, load_sharded, loss_of, plain_figures
 from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
 from tests.census.agree import examine_sharded
 from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
@@ -108,7 +109,20 @@ def examine_on_ranks(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, beside the plain model."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
     rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"]) for precision in plain}
+    rows |= {precision: {"runs": fault_of(case, precision)} for precision in PRECISIONS if precision not in plain}
     return {f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}
+
+
+def fault_of(case: Case, precision: str) -> str:
+    """What a step of training raises where the plain model, with weights in this precision, does not train: one with
+    weights in fp32 has reasons to."""
+    model, batches = load_sharded(case, precision), case.batches_of("rows", "fp32")
+    try:
+        batch = batches[dist.get_rank() // case.dims.ranks_per_row]
+        loss_of(forward(model.train(case.is_training), batch)).backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
 
 
 def judged(ranks: list[Row]) -> Row:

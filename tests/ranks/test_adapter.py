@@ -180,6 +180,20 @@ def the_class_of_base_that_it_was_trained_on_is_opened(folder: Path, output: Pat
                 from_pretrained(output / name, auto_class=AutoModelForCausalLM)
 
 
+def adapters_are_read_by_the_models_own_names(folder: Path, output: Path) -> None:
+    """PEFT alone renames those of Laguna's shared experts, and leaves them out of what it reads."""
+    base, written = output / "laguna", output / "laguna adapter"
+    if dist.get_rank() == 0:
+        AutoModelForCausalLM.from_config(tiny_config("laguna")).save_pretrained(base)
+        grown(adapted := get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora(target_modules="all-linear")))
+        adapted.save_pretrained(written)
+    dist.barrier()
+    stored = load_file(written / "adapter_model.safetensors")
+    assert any("shared_experts" in name for name in stored)
+    found = full_state(from_pretrained(written))
+    assert_same_tensors({name: found[name.replace(".weight", ".default.weight")] for name in stored}, stored)
+
+
 def _files(model, expected, base, folder: Path, output: Path, logits: torch.Tensor) -> None:
     """What is saved is what PEFT opens; merged, it is what PEFT merges."""
     is_prompt = isinstance(model.peft_config["default"], PromptTuningConfig)
@@ -499,6 +513,7 @@ ON_ONE = (passes_with_the_adapter_off_change_no_gradient,)
 ON_TWO = (
     frozen_weights_are_not_copied_where_nothing_is_gathered,
     the_class_of_base_that_it_was_trained_on_is_opened, fp32_adapters_train_on_a_bf16_base_in_its_units,
+    adapters_are_read_by_the_models_own_names,
     replicas_and_a_saved_adapter_on_a_mesh_of_one_axis, modules_that_are_not_there,
     an_adapter_without_a_base_or_with_another_adapter, an_adapter_by_transformers_own_method,
     weights_of_experts_without_an_adapter_are_named, passes_with_the_adapter_off_change_no_gradient,

@@ -184,6 +184,22 @@ def rates_of_recurrences_compute_in_fp32(folder):
     assert seen == [[torch.float32, torch.bfloat16]] and mixer.A_log.grad.dtype == torch.float32
 
 
+def decays_in_fp32_multiply_activations_in_bf16(folder):
+    """As under autocast: MiniMax multiplies by buffers, which no policy casts."""
+    if dist.get_rank() == 0:
+        randomize(transformers.AutoModelForCausalLM.from_config(tiny_config("minimax"))).save_pretrained(folder / "mm")
+    dist.barrier()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "mm", dtype=torch.float32).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(IDS % 90, labels=IDS % 90).loss
+    model = from_pretrained(folder / "mm", dtype=torch.float32, mp_policy=BF16).train()
+    loss = model(IDS % 90, labels=IDS % 90).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-3, atol=0)
+    decays = {buffer.dtype for name, buffer in model.named_buffers() if name.endswith("_decay")}
+    assert decays == {torch.float32}
+
+
 def autocast_ends_with_a_pass_that_fails(folder):
     model = from_pretrained(folder, mp_policy=BF16)
     for ids, labels in ((IDS, IDS[:, :3]), (IDS + 999, IDS)):  # in the root, and in a unit
@@ -202,6 +218,7 @@ CASES = (
     outputs_are_fp32_where_a_script_computes_its_own_loss,
     routers_that_transformers_keeps_compute_in_fp32,
     rates_of_recurrences_compute_in_fp32,
+    decays_in_fp32_multiply_activations_in_bf16,
     autocast_ends_with_a_pass_that_fails,
 )
 

@@ -94,3 +94,17 @@ def test_heads_are_those_of_each_layer_where_layers_differ():
     said = "num_key_value_heads 2 of model.layers.5.self_attn cannot be divided by tp_size 4"
     with pytest.raises(ConfigError, match=said):
         checked_rules(build_meta_model(config), 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_whole"), [("gemma4_text", False), ("gemma4", True), ("muse_glimmer", True), ("inkling_text", True)]
+)
+def test_a_table_that_other_code_reads_and_one_with_a_norm_stay_whole_with_their_tied_heads(kind, is_whole):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers 5.17, which is supported too, lacks it")
+    model = build_meta_model(tiny_config(kind, 2))
+    rules = checked_rules(model, 2, 1)
+    of_tables = [name for name in rules if "embed_tokens" in name and "per_layer" not in name]
+    assert (of_tables == []) == is_whole and any("layers.0" in name for name in rules)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not (is_whole and is_tied and any("lm_head" in name for name in rules))
