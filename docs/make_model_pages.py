@@ -2,8 +2,9 @@
 
 A page for each model type of transformers whose code is of 2025 or later (its header says so), that writes text, and
 whose default configuration has 1 billion parameters or more; and for those that `docs/models.py` has configurations of.
-Units come from the planner, memory from the estimates, both for the default configuration; what works is what the
-censuses (`benchmarks/results/census_*.md`) found with small models of the same code on CPU ranks.
+Units come from the planner, memory from the estimates, both for the default configuration; what works is
+what certificates (`benchmarks/results/certificates_*.md`, of the installed transformers) found with small models of the
+same code on CPU ranks; every page gets it anew.
 """
 
 import argparse
@@ -41,16 +42,6 @@ LEAST = 1e9
 """Parameters of a default configuration that is worth a page."""
 FIRST_YEAR = 2025
 
-CENSUSES = {
-    "FSDP": "train",
-    "tensor parallel": "tp2",
-    "expert parallel": "ep2",
-    "context parallel": "cp2",
-    "LoRA on FP8 as stored": "packed",
-    "live weights": "stream",
-}
-"""What was tried with 2 ranks, and the table that says with which types it did not agree."""
-
 LENGTH = 4096
 """Tokens of a row, or as many as the configuration has positions for."""
 
@@ -74,36 +65,39 @@ class Family:
     model_class: str
     num_params: int
     units: list[str]
-    works: dict[str, str]
     memory: dict[str, list[str]]
 
 
 @cache
-def not_agreeing(name: str) -> dict[str, str]:
-    """The types of a census that do not agree or take no part, and why."""
-    text = (ROOT / "benchmarks" / "results" / f"census_{name}.md").read_text(encoding="utf-8")
-    found = {}
-    for line in text.partition("## ")[2].splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
-        if len(cells) == 2 or (len(cells) == 4 and cells[2] == "not built"):
-            found[cells[0]] = "not tried: no small model of it could be made"
-        elif len(cells) == 4:
-            verdict = cells[2] if cells[2] in ("refused", "failed") else "differs"
-            reason = re.sub(r"^hf_fsdp_tools\.errors\.\w+: ", "", cells[3])
-            found[cells[0]] = f"{verdict}: {shortened(re.split(r'(?<=[a-z)])[.;] ', reason)[0])}"
-    return found
+def certificates() -> tuple[list[str], dict[str, list[str]], dict[tuple[str, str], str]]:
+    """What was compared, the marks of each type, and why one is refused or differs; of the installed transformers."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    text = (ROOT / "benchmarks" / "results" / f"certificates_{version}.md").read_text(encoding="utf-8")
+    tables = [
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()]
+        for part in text.split("\n\n")
+        if part.startswith("|")
+    ]
+    _, ((_, *columns), _, *marks), (_, _, *reasons) = tables
+    why = {(name, column): reason for name, _, of, reason in reasons for column in of.split(", ")}
+    return columns, {name: of for name, *of in marks}, why
 
 
-def shortened(reason: str) -> str:
-    """A reason of at most 140 characters, that ends with a word."""
-    return reason if len(reason) <= 140 else f"{reason[:140].rpartition(' ')[0]} …"
+def works(model_type: str) -> str:
+    """The part of a page that says what agreed, and why what did not."""
+    columns, marks, why = certificates()
+    of_type = marks.get(model_type, ["–"] * len(columns))
+    cells = zip(columns, of_type, strict=True)
+    lines = [f"| {column} | {mark}{reason(why.get((model_type, column), ''))} |" for column, mark in cells]
+    about = ["A small model of this code on 2 CPU ranks, compared with one process. ✓: it agrees. –: it has no such part,"]
+    return "\n".join(["## What works", "", *about, "or was not tried.", "", "| | |", "| --- | --- |", *lines, "", ""])
 
 
-def verdict(column: str, model_type: str, *, is_mixture: bool) -> str:
-    """A cell of the table: yes, or why not."""
-    if column == "expert parallel" and not is_mixture:
-        return "it has no experts"
-    return not_agreeing(CENSUSES[column]).get(model_type, "yes")
+def reason(text: str) -> str:
+    """The first sentence of a reason, of at most 140 characters, that ends with a word."""
+    first = re.split(r"(?<=[a-z)])[.;] ", re.sub(r"^hf_fsdp_tools\.errors\.\w+: ", "", text))[0]
+    cut = first if len(first) <= 140 else first[:140].rpartition(" ")[0] + " …"
+    return f": {cut}" if cut else ""
 
 
 def year_of(model_class: type) -> int:
@@ -137,12 +131,10 @@ def family(model_type: str) -> Family | None:
         pattern = re.sub(r"\.\d+", ".*", "root" if unit.modules == ("",) else " + ".join(unit.modules))
         rows.setdefault((unit.num_params, pattern), []).append(unit.modules[0])
     units = [f"| {len(names)} | `{pattern}` | {show_count(size)} |" for (size, pattern), names in rows.items() if size]
-    is_mixture = any("experts" in name for name, _ in model.named_modules())
-    works = {column: verdict(column, model_type, is_mixture=is_mixture) for column in CENSUSES}
     memory = {
         title: [memory_of(config, count, fields) for count in GPUS.values()] for title, fields in TRAININGS.items()
     }
-    return Family(model_type, type(model).__name__, plan.num_params, units, works, memory)
+    return Family(model_type, type(model).__name__, plan.num_params, units, memory)
 
 
 def memory_of(config: PreTrainedConfig, count: int, fields: dict[str, object]) -> str:
@@ -173,14 +165,7 @@ def page(found: Family) -> str:
         "| --- | --- | --- |",
         *found.units,
         "",
-        "## What works",
-        "",
-        "A small model of this code agreed with one process on 2 CPU ranks; what is refused says why.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {column} | {said} |" for column, said in found.works.items()),
-        "",
+        *works(found.model_type).splitlines(),
         "## Memory for each GPU",
         "",
         f"Estimated: a row of {LENGTH:,} tokens (or as many as it has positions), AdamW, activation checkpointing.",
@@ -202,20 +187,17 @@ def page(found: Family) -> str:
     return "\n".join(lines)
 
 
-_MARKS = {"refused": "refused", "failed": "differs", "differs": "differs", "not tried": "–", "it has no experts": "–"}
-
-
 def index(pages: list[Path]) -> str:
     """The table of all pages."""
-    columns = list(CENSUSES)
+    columns, marks, _ = certificates()
     rows = []
     for path in pages:
         text = path.read_text(encoding="utf-8")
-        cells = dict(re.findall(r"^\| ([\w -]+) \| (.*) \|$", text.partition("## What works")[2], re.MULTILINE))
-        marks = ["✓" if cells[each] == "yes" else _MARKS[cells[each].partition(":")[0]] for each in columns]
         size = re.search(r"which has (.*) parameters\.", text)
         assert size is not None, path
-        rows.append(f"| [{path.stem}]({path.name}) | {size[1]} | {' | '.join(marks)} |")
+        rows.append(
+            f"| [{path.stem}]({path.name}) | {size[1]} | {' | '.join(marks.get(path.stem, '–' * len(columns)))} |"
+        )
     about = (
         f"Model types of transformers {transformers.__version__}, with the sizes of their default configurations.\n"
         "✓: a small model of the code agreed with one process on 2 CPU ranks. –: it has no such part, or was not tried."
@@ -272,7 +254,11 @@ def main() -> None:
                 os._exit(0)
             with contextlib.suppress(ChildProcessError):  # nothing was started
                 os.wait()
-    (FOLDER / "index.md").write_text(index(sorted(set(FOLDER.glob("*.md")) - {FOLDER / "index.md"})), encoding="utf-8")
+    pages = sorted(set(FOLDER.glob("*.md")) - {FOLDER / "index.md"})
+    for path in pages:
+        before, _, after = path.read_text(encoding="utf-8").partition("## What works")
+        path.write_text(before + works(path.stem) + after[after.index("## Memory") :], encoding="utf-8")
+    (FOLDER / "index.md").write_text(index(pages), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.census import packed, plans, resumed, routers
+from tests.census import packed, plans, resumed, routers, streamed
 from tests.census.defaults import CONFIG_MAPPING
 from tests.census.rows import Census, Row, is_causal, markdown, written_rows
 from tests.census.trained import census_on, takes_part
@@ -22,12 +22,13 @@ CENSUSES: dict[str, Census] = {
     "lora_on_fp8": packed.CENSUS,
     "resumed": resumed.CENSUS,
     "routers": routers.CENSUS,
+    "live_weights": replace(streamed.CENSUS, takes_part=is_causal),
 }
 """By the name of the file with its rows. Models of words train with packed rows, too; others on rows alone."""
 
 COLUMNS = (
-    "plan", "load", "fsdp", "tp 2", "ep 2", "cp 2", "packed rows", "LoRA", "LoRA on stored FP8", "resumed on 2 ranks",
-    "recomputed routers",
+    "plan", "load", "FSDP", "TP 2", "EP 2", "CP 2", "packed rows", "LoRA", "LoRA on stored FP8", "resumed on 2 ranks",
+    "recomputed routers", "live weights",
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def cells_of(model_type: str, rows: dict[str, dict[str, Row]]) -> list[tuple[str
     loaded = trained | {"verdict": found_in_files}
     has_packed = "packed" in trained.get("kinds", "")
     found = (own["plan"], loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {})
-    found += (own["lora"], own["lora_on_fp8"], own["resumed"], own["routers"])
+    found += (own["lora"], own["lora_on_fp8"], own["resumed"], own["routers"], own["live_weights"])
     marks = {"agrees": "✓", "refused": "refused", "failed": "differs"}
     return [(marks.get(row.get("verdict", ""), "–"), row.get("why", "")) for row in found]
 
