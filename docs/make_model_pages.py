@@ -89,8 +89,8 @@ def works(model_type: str) -> str:
     of_type = marks.get(model_type, ["–"] * len(columns))
     cells = zip(columns, of_type, strict=True)
     lines = [f"| {column} | {mark}{reason(why.get((model_type, column), ''))} |" for column, mark in cells]
-    about = ["A small model of this code on 2 CPU ranks, compared with one process. ✓: it agrees. –: it has no such part,"]
-    return "\n".join(["## What works", "", *about, "or was not tried.", "", "| | |", "| --- | --- |", *lines, "", ""])
+    about = "A small model of this code on 2 CPU ranks, beside one process. ✓: it agrees. –: it has no such part, or"
+    return "\n".join(["## What works", "", about, "was not tried.", "", "| | |", "| --- | --- |", *lines, "", ""])
 
 
 def reason(text: str) -> str:
