@@ -1,7 +1,9 @@
 """Ranks that share rows compute what one process does on whole rows: losses, gradients, a step, evaluation, outputs."""
 
+import sys
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,6 +136,49 @@ def bf16_and_adapters(kind, layers):
         values[size] = train(model, optimizer, [rows | {"use_cache": False}] * 3)
     torch.testing.assert_close(values[2], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
     assert values[1][2] < values[1][0] - 0.01
+
+
+def packed_recurrences_keep_documents_apart():
+    """A CPU has no kernels for packed rows of a hybrid: transformers' own functions run document by document."""
+    lengths = [8, 2, LENGTH - 10]
+    starts = torch.tensor([0, 8, 10, LENGTH], dtype=torch.int32)
+    files = sys.modules[type(plain("qwen3_next")).__module__]
+    convolve, rule = files.causal_conv1d_fn, files.torch_chunk_gated_delta_rule
+
+    def convolved(hidden, *args, seq_idx=None, **kwargs):
+        counts = [hidden.shape[2]] if seq_idx is None else torch.unique_consecutive(seq_idx, return_counts=True)[1]
+        return torch.cat([convolve(part, *args, **_own(kwargs)) for part in hidden.split([*counts], 2)], 2)
+
+    def ruled(query, key, value, g, beta, cu_seqlens=None, **kwargs):
+        counts = [query.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        assert sum(counts) == query.shape[1]
+        parts = zip(*(each.split(counts, 1) for each in (query, key, value, g, beta)), strict=True)
+        found = [rule(q, k, v, g=g, beta=b, **_own(kwargs))[0] for q, k, v, g, b in parts]
+        return torch.cat(found, 1), None
+
+    ids = torch.randint(3, 60, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+    batch["labels"][0, starts[:-1]] = -100
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 11, "max_length_k": 11}
+    batch["seq_idx"] = torch.repeat_interleave(torch.arange(3), starts.diff())[None].to(torch.int32)
+    one = plain("qwen3_next").train()
+    one.zero_grad()
+    alone = [one(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    expected = one.loss_function(torch.cat(alone, 1), batch["labels"], vocab_size=one.config.vocab_size)
+    expected.backward()
+    with patch.multiple(files, causal_conv1d_fn=convolved, torch_chunk_gated_delta_rule=ruled):
+        model = sharded_copy("qwen3_next", ParallelDims(cp_size=2)).train()
+        loss = model(**batch).loss
+        loss.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    for (name, parameter), other in zip(model.named_parameters(), one.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _own(kwargs):
+    return {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq", "max_length", "seq_idx"))}
 
 
 def generation_takes_whole_rows():
@@ -330,6 +375,7 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
         "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
         "those of a recurrence": partial(bf16_and_adapters, "qwen3_next", ["in_proj_qkvz", "out_proj"]),
+        "packed recurrences": packed_recurrences_keep_documents_apart,
         "generation": generation_takes_whole_rows,
         "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
         "leaks": a_leak_would_be_seen,
