@@ -66,7 +66,6 @@ _MISFITS = {
     "gemma3n_text": "statistics of the units of an MLP are taken of a part of them",
     "inkling2_text": "gates and values of fused experts are cut as one",
     "glm5_next_text": "a projection of its attention gets a part of its input",
-    "t5gemma2_decoder": "its embeddings are written to in place",
 }
 """Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`tests/census`)."""
 
@@ -226,8 +225,9 @@ def checked_rules(
             styles = {name: style for name, style in styles.items() if name in experts or name.startswith(below)}
             rules = {name: rule for name, rule in rules.items() if name not in experts and not name.startswith(below)}
         rules |= {name: (kind, style) for name, style in styles.items()}
+    modules = dict(model.named_modules())
     for name in [name for name, (_, style) in rules.items() if style.startswith("embedding")]:
-        if _is_read_whole(model, name):
+        if _is_read_whole(modules, name):
             del rules[name]
     _drop_half_tied(model, rules)
     for kind, size in kinds.items():
@@ -360,14 +360,14 @@ def divided_dims(style: str, name: str, ndim: int) -> list[int]:
     return []
 
 
-def _is_read_whole(model: nn.Module, fqn: str) -> bool:
-    """Whether an embedding computes more than sums of rows (Inkling's has a norm), or a module that is further out than
-    its holder reads its weight (Gemma 4 with images): such a one stays whole."""
-    owner = fqn.removesuffix(".weight")
+def _is_read_whole(modules: Mapping[str, nn.Module], fqn: str) -> bool:
+    """Whether an embedding computes more than sums of rows, by other modules or parameters (Inkling's norm), or a module
+    that is further out than its holder reads its weight (Gemma 4 with images): such a one stays whole."""
+    owner = fqn if fqn in modules else fqn.rpartition(".")[0]
     parts = owner.split(".")
     around = ((".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts) - 1))
-    has_parts = any(True for _ in model.get_submodule(owner).children())
-    return has_parts or any(reads_child(model.get_submodule(outer), inner) for outer, inner in around)
+    has_more = len([*modules[owner].modules(), *modules[owner].parameters()]) > 2
+    return has_more or any(reads_child(modules[outer], inner) for outer, inner in around)
 
 
 def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:
