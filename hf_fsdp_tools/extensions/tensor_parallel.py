@@ -361,8 +361,8 @@ def divided_dims(style: str, name: str, ndim: int) -> list[int]:
 
 
 def _is_read_whole(modules: Mapping[str, nn.Module], fqn: str) -> bool:
-    """Whether an embedding computes more than sums of rows, by other modules or parameters (Inkling's norm), or a module
-    that is further out than its holder reads its weight (Gemma 4 with images): such a one stays whole."""
+    """Whether an embedding computes more than sums of rows, with other modules or parameters (Inkling's norm), or a
+    module further out than its holder reads its weight (Gemma 4 with images): such a one stays whole."""
     owner = fqn if fqn in modules else fqn.rpartition(".")[0]
     parts = owner.split(".")
     around = ((".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts) - 1))

@@ -34,7 +34,8 @@ class Census:
     """What the summary begins with."""
     takes_part: Callable[[str], bool]
     prepare: Callable[[str, Path], Row]
-    """Facts and verdict of a type, in one process; where the verdict is `ready`, `compare` goes on with the folder."""
+    """Facts and verdict of a type, in one process; where the verdict is `ready`, `compare` goes on with the folder. One
+    that raises has built nothing."""
     compare: Callable[[Path], Row] | None = None
     """What each rank finds."""
     judge: Callable[[list[Row]], Row] = lambda ranks: ranks[0]
@@ -55,7 +56,7 @@ class Census:
                     row |= self.judge(run_ranks(self.compare, self.ranks, Path(folder), timeout_s=TIMEOUT_S))
             except AssertionError as error:  # with the traceback of a rank
                 row["why"] = str(error).strip().splitlines()[-1].replace(folder, "")[:400]
-                if self.refusal in row["why"]:
+                if self.refusal in row["why"] and "NotBuiltError" not in row["why"]:
                     row["verdict"] = "refused"
         return row | {"seconds": round(time.monotonic() - start, 1), "code": code_of(model_type)}
 

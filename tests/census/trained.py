@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.proof.batches import WORDS
-from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_adapter, with_kinds
+from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, forward, load_sharded, loss_of, plain_figures
 from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
 from tests.census.agree import examine_sharded
@@ -71,19 +71,16 @@ def examine_plain(
 ) -> Row:
     """Facts of a case, which is left in the folder with what the plain model computes."""
     dims, config = dims_of(mesh), build_config(model_type)
-    try:
-        case, row = tiny_case(
-            telling(config) if mesh else config,
-            model_classes(model_type, config),
-            folder / "checkpoint",
-            num_batches=size_of(mesh) // dims.ranks_per_row,
-            words=ODD_WORDS if mesh else WORDS,
-            is_training=bool(mesh),
-            tp_size=dims.tp_size,
-            sizes=SIZES,
-        )
-    except NotBuiltError as error:
-        return {"why": str(error)[:1500]}
+    case, row = tiny_case(
+        telling(config) if mesh else config,
+        model_classes(model_type, config),
+        folder / "checkpoint",
+        num_batches=size_of(mesh) // dims.ranks_per_row,
+        words=ODD_WORDS if mesh else WORDS,
+        is_training=bool(mesh),
+        tp_size=dims.tp_size,
+        sizes=SIZES,
+    )
     if mesh:
         case, _ = with_kinds(case)
         row["kinds"] = " ".join(case.batches)
