@@ -1,5 +1,5 @@
-"""TRL's AsyncGRPO on shards, with a stand-in for `vllm serve`: the server gets the checkpoint's tensors after
-each step, training goes as TRL alone does, and what fails on rank 0 is one error on all."""
+"""TRL's AsyncGRPO and AsyncDistillation on shards, with a stand-in for `vllm serve`: the server gets the checkpoint's
+tensors after each step, training goes as TRL alone does, and what fails on rank 0 is one error on all."""
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -19,6 +19,13 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
+from trl.experimental.async_distillation import (
+    AsyncDistillationConfig,
+    AsyncDistillationTrainer,
+    async_distillation_trainer,
+)
+from trl.experimental.async_distillation import weight_transfer as of_distillation
+from trl.experimental.async_distillation.async_rollout_worker import RolloutSample as Lesson
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing, weight_transfer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -34,6 +41,10 @@ OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]
 
 
 class Sharded(FSDPTrainerMixin, AsyncGRPOTrainer):
+    pass
+
+
+class Distilled(FSDPTrainerMixin, AsyncDistillationTrainer):
     pass
 
 
@@ -64,6 +75,21 @@ class Rollouts:
 
     def check_health(self, stale_after_s: float) -> None:
         raise AssertionError("the queue is empty")
+
+
+class Lessons(Rollouts):
+    """The same with what a teacher thinks of each token."""
+
+    def start(self) -> None:
+        draws = np.random.default_rng(1)
+        for number in range(16 * STEPS):
+            likely = np.log(draws.dirichlet(np.ones(4), 7)[:, :3]).astype(np.float32)
+            sample = Lesson(
+                prompt=[], completion=[], input_ids=draws.integers(3, 9, 7), metrics={}, teacher_id="one",
+                completion_mask=np.array([0, 0, 0, 1, 1, 1, 1]), model_version=1, prompt_id=number,
+                teacher_topk_ids=draws.integers(3, 40, (7, 3)), teacher_topk_logprobs=likely,
+            )  # fmt: skip
+            self.rollout_buffer.put(sample)
 
 
 def by_segments(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, **options: Any) -> Any:
@@ -103,13 +129,31 @@ def trainer_of(
     )
 
 
+def distilling(
+    source: Path, folder: Path, server: AsyncVLLMServer, *, mixed: bool, config: Any, **settings: Any
+) -> Any:
+    """TRL's distillation, which takes the name of its model."""
+    own = {"vllm_server_base_url": server.url, "teacher_server_urls": {"one": server.url}, "beta": 0.0}
+    own |= {"per_device_train_batch_size": 2, "token_budget": 0, "bf16": False, "max_steps": STEPS}
+    own |= {
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"attn_implementation": "sdpa"},
+    }
+    args, rows = arguments(folder, AsyncDistillationConfig, **own), Dataset.from_dict({"prompt": ["w3 w4"] * 8})
+    kind = Distilled if mixed else AsyncDistillationTrainer
+    return kind(str(source), args, rows, word_tokenizer(), peft_config=config, rollout_worker=Lessons())
+
+
 def served(server: AsyncVLLMServer) -> ExitStack:
     """TRL finds vLLM, and FlashAttention on CPUs, whose speed it does not ask for."""
     stack = ExitStack()
-    for name in ("get_peak_flops_per_device", "compute_flops_per_token"):  # of a CPU, and of Mixtral (1.16)
-        stack.enter_context(patch.object(async_grpo_trainer, name, lambda *_: None))
+    for module in (async_grpo_trainer, async_distillation_trainer):
+        for name in ("get_peak_flops_per_device", "compute_flops_per_token"):  # of a CPU, and of Mixtral (1.16)
+            stack.enter_context(patch.object(module, name, lambda *_: None, create=True))
     for name, value in server.in_the_trainer().items():
-        stack.enter_context(patch.object(weight_transfer, name, value, create=True))
+        for module in (weight_transfer, of_distillation):
+            stack.enter_context(patch.object(module, name, value, create=True))
     kernels = SimpleNamespace(flash_attn_varlen_func=by_segments)
     stack.enter_context(patch.object(packing, "_flash_attn", lambda: kernels))
     return stack
@@ -131,7 +175,8 @@ def trained(name: str, folders: dict[str, Path], tmp: Path, mixed: bool) -> list
     kind, config, max_loras = WAYS[name]
     server, saved = AsyncVLLMServer("float32", max_loras=max_loras), []
     with served(server):
-        trainer = trainer_of(folders[kind], tmp / name, server, mixed=mixed, config=config)
+        make = distilling if "distilled" in name else trainer_of
+        trainer = make(folders[kind], tmp / name, server, mixed=mixed, config=config)
         if mixed:
             trainer.add_callback(Saving(trainer, tmp / name, saved, merges=config is not None and not max_loras))
         with patch.object(DTensor, "full_tensor", gathers_nothing_to_send) if mixed else nullcontext():
@@ -165,8 +210,10 @@ WAYS: dict[str, tuple[str, Any, int]] = {
     "adapter": ("llama", ADAPTER, 8),
     "mixture": ("mixtral", None, 0),
     "merged": ("llama", ADAPTER, 0),
+    "distilled": ("llama", None, 0),
+    "distilled adapter": ("llama", ADAPTER, 8),
 }
-AS_TRL = ("all", "adapter", "merged")
+AS_TRL = ("all", "adapter", "merged", "distilled", "distilled adapter")
 """TRL (1.16) sends stacked experts under names of its own, and fails where they have adapters."""
 
 
