@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_fsdp_tools.modeling.notes import install_style
 from hf_fsdp_tools.sharding.alike import IGNORED
+from hf_fsdp_tools.sharding.reached import reach_all
 
 
 class DividedHead:
@@ -51,12 +52,12 @@ class DividedHead:
     def _run_head(self, inner: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         part = inner(hidden)
         if part.requires_grad and self._is_part:
-            part = as_no_view(part)
+            part = reach_all(part)
         return part if self._is_part else self._whole(part)
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = self._as_dtensor(part).redistribute(placements=[Replicate()]).to_local()
-        return as_no_view(whole) if whole.requires_grad else whole
+        return reach_all(whole) if whole.requires_grad else whole
 
     def _as_dtensor(self, part: torch.Tensor) -> DTensor:
         return DTensor.from_local(part, self._group, [Shard(-1)], run_check=False)
@@ -92,22 +93,6 @@ class DividedHead:
             output["logits"] = self._as_dtensor(output["logits"])
         self._is_part = False
         return output
-
-
-class _NoView(torch.autograd.Function):
-    """The same memory as a tensor that is no view: what styles give are views of DTensors, to which nothing may be
-    written (Llama 4 does), and of which FSDP2 warns."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-as_no_view: Callable[..., torch.Tensor] = _NoView.apply
 
 
 class _CrossEntropy(torch.autograd.Function):

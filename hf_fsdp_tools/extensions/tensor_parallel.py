@@ -28,7 +28,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.divided_adapters import divide_adapters, refuse_adapters
-from hf_fsdp_tools.extensions.divided_head import DividedHead, as_no_view
+from hf_fsdp_tools.extensions.divided_head import DividedHead
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, reads_child, replaced, slots
@@ -44,6 +44,7 @@ from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 from hf_fsdp_tools.sharding.placement import placeholder
+from hf_fsdp_tools.sharding.reached import reach_all
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
@@ -434,7 +435,8 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
 def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
     output = inner(*args, **kwargs)
     is_view = isinstance(output, torch.Tensor) and not isinstance(output, DTensor) and output._is_view()
-    return as_no_view(output) if is_view and output.requires_grad else output
+    # What styles give are views of DTensors, to which nothing may be written (Llama 4 does).
+    return reach_all(output) if is_view and output.requires_grad else output
 
 
 def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:

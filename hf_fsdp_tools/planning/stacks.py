@@ -57,7 +57,7 @@ def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
 
     A container holds experts if a router is next to it (a matrix with one row per member), or if "expert" is in a name:
-    a missed list of experts would hang a run, and a false one costs nothing.
+    a missed list of experts would hang a run, and a false one costs little.
     """
     # of some models, a list of experts has a forward of its own
     lists = (

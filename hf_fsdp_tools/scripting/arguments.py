@@ -161,8 +161,6 @@ def parse_arguments(
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
     warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
-    # Heads with a bias and T5's blocks return views, which nothing in the recipes changes in place (torch 2.13).
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     return parsed
 
 

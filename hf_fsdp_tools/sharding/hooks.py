@@ -32,7 +32,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     use_frozen_in_place,
 )
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
+from hf_fsdp_tools.sharding.reached import first_float, in_graph, own_weights, reach_all, with_tensor
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
@@ -59,6 +59,7 @@ class Units(Feature):
             assert isinstance(module, nn.Module)
             if module is not model and module._parameters:
                 yield Hook(module, Phase.COPY, _part_from_weights)
+            yield Hook(module, Phase.COPY, _as_no_views)
             if sharding.mesh.size(-1) == 1:
                 yield Hook(module, Phase.MEMORY, use_frozen_in_place)
             yield Hook(module, Phase.MEMORY, _prepare_unit)
@@ -289,13 +290,22 @@ def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:
     return output.clone() if output.untyped_storage().data_ptr() in own else output
 
 
+def _as_no_views(module: nn.Module, args: object, output: Any) -> Any:
+    """Hand on the same memory in tensors that are no views. A write to a view (RoCBert's) takes FSDP2's hook from it,
+    and the unit is not gathered for the backward pass; FSDP2 warns of each."""
+    for tensor in dict.fromkeys(in_graph(output)):
+        if not isinstance(tensor, DTensor) and tensor._is_view():
+            output = with_tensor(output, tensor, reach_all(tensor))
+    return output
+
+
 def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.Module) -> Any:
     """Give experts that got no token a gradient of zeros.
 
     FSDP2 reduces the gradients that a rank has. Where the tokens of ranks choose different experts, the ranks would
     reduce different ones: the run hangs, or sums up what does not belong together.
     """
-    weights = [weight for weight in experts.parameters() if weight.requires_grad]
+    weights = own_weights([experts])  # experts that are units of their own are gathered one by one (`skipped`)
     if not weights or not torch.is_grad_enabled():
         return output
     tensor = None if isinstance(output, dict) else first_float(output)

@@ -1,9 +1,33 @@
 """Weights that no output depends on, as parts of the graph: they get a gradient of zeros, as on ranks that use them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def own_weights(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The weights of a unit that need a gradient, as they are registered now, and whole ones next to them."""
+    own = (module for module in below(modules) if module in modules or not isinstance(module, FSDPModule))
+    weights = (weight for module in own for weight in module._parameters.values())
+    return list(dict.fromkeys(weight for weight in weights if weight is not None and weight.requires_grad))
+
+
+def below(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a unit and those below that are in no other unit, and the outermost ones of those; each once."""
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    roots = set(stack)
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module
+        if module in roots or not isinstance(module, FSDPModule):
+            stack += reversed(list(module.children()))
 
 
 def first_float(value: Any) -> torch.Tensor | None:
@@ -35,7 +59,7 @@ def reach_from_each(output: Any, weights: Sequence[torch.Tensor]) -> Any:
 
     TRL's trainers take the log-probabilities next to a loss, others the logits.
     """
-    tensors = list({id(tensor): tensor for tensor in _in_graph(output)}.values())
+    tensors = list({id(tensor): tensor for tensor in in_graph(output)}.values())
     if not tensors or not weights or not torch.is_grad_enabled():
         return output
     for old, new in zip(tensors, _reach_from_each(len(tensors), *tensors, *weights), strict=True):
@@ -43,22 +67,23 @@ def reach_from_each(output: Any, weights: Sequence[torch.Tensor]) -> Any:
     return output
 
 
-def _in_graph(value: Any) -> Iterator[torch.Tensor]:
+def in_graph(value: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of an output that need a gradient."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad and value.is_floating_point():
             yield value
     elif isinstance(value, (dict, tuple, list)):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _in_graph(each)
+            yield from in_graph(each)
 
 
 class _ReachAll(torch.autograd.Function):
-    """The identity of its first input, which gives all others a gradient of zeros."""
+    """The identity of its first input, in a tensor that is no view; all others get a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.likes = _likes(weights)
-        return output.detach()  # no view: FSDP2 warns of outputs that are
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

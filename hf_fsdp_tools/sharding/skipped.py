@@ -14,7 +14,7 @@ everything that follows, in the backward pass too, comes in the order of a rank 
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.reached import first_float, reach_all, reach_from_each, with_tensor
+from hf_fsdp_tools.sharding.reached import below, first_float, own_weights, reach_all, reach_from_each, with_tensor
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
@@ -193,7 +193,7 @@ class _Passes:
         self._meet(None, None)
         reached = [result for result in self._pending if result.requires_grad]
         if self._meets:
-            reached += [*_own_weights([model]), *self._results]
+            reached += [*own_weights([model]), *self._results]
         self._forget()
         return reach_from_each(output, reached)
 
@@ -253,7 +253,7 @@ class _Passes:
 
         def inside(hidden: torch.Tensor) -> torch.Tensor:
             hidden = self._join_with(list(_units_below(members)), hidden)
-            return reach_all(hidden, *_own_weights(members)) if torch.is_grad_enabled() else hidden
+            return reach_all(hidden, *own_weights(members)) if torch.is_grad_enabled() else hidden
 
         return pass_through(unit, hidden, inside)
 
@@ -273,32 +273,10 @@ def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:
     return next((node.module for node in above if all(node in each for each in others)), None)
 
 
-def _below(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a unit and those below that are in no other unit, and the outermost ones of those; each once."""
-    seen: set[nn.Module] = set()
-    stack = list(reversed(list(modules)))
-    roots = set(stack)
-    while stack:
-        module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield module
-        if module in roots or not isinstance(module, FSDPModule):
-            stack += reversed(list(module.children()))
-
-
 def _units_below(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
     """The outermost units within a unit, each by the first of its modules."""
     seen: set[nn.Module] = set(modules)
-    for module in _below(modules):
+    for module in below(modules):
         if isinstance(module, FSDPModule) and module not in seen:
             seen.update(unit_modules(module))
             yield module
-
-
-def _own_weights(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The weights of a unit that need a gradient, as they are registered now, and whole ones next to them."""
-    own = (module for module in _below(modules) if module in modules or not isinstance(module, FSDPModule))
-    weights = (weight for module in own for weight in module._parameters.values())
-    return list(dict.fromkeys(weight for weight in weights if weight is not None and weight.requires_grad))
