@@ -43,7 +43,7 @@ SAMPLE = {
     "whisper": "sound as spectra",
     "audioflamingo3_encoder": "positions that are read from a table without a call",
     "roc_bert": "outputs of units that are views, and written to",
-    "sam3_tracker": "units that look like experts of a list",
+    "sam3_video": "units that look like experts of a list",
     "minimax": "decays in fp32, buffers that are multiplied with activations",
 }
 

@@ -44,6 +44,7 @@ LlamaForCausalLM
   context     skipped.pass
   rows        context_parallel.before_model
   join        skipped.end
+  copy        hooks.as_no_views
   reshard     FSDP2
   output      hooks.return_fp32
   output      hooks.reshard_after_evaluation
@@ -60,6 +61,7 @@ model.embed_tokens
   cast        hooks.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
+  copy        hooks.as_no_views
   reshard     FSDP2
   keep        skipped.leave
 model.layers.{0..1}
@@ -69,6 +71,7 @@ model.layers.{0..1}
   cast        hooks.cast_inputs
   context     autocast_mode.autocast
   rows        context_parallel.before_block
+  copy        hooks.as_no_views
   reshard     FSDP2
   keep        skipped.leave
 model.layers.{0..1}.self_attn
@@ -80,6 +83,7 @@ model.norm lm_head
   cast        hooks.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
+  copy        hooks.as_no_views
   reshard     FSDP2
   keep        fsdp2_internals.gather_for_backward
   keep        skipped.leave"""
