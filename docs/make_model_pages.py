@@ -68,6 +68,10 @@ class Family:
     memory: dict[str, list[str]]
 
 
+ABOUT = """A small model of the code on 2 CPU ranks, beside one process. ✓: it agrees. in bf16: it differs there alone.
+–: it has no such part, or was not tried."""
+
+
 @cache
 def certificates() -> tuple[list[str], dict[str, list[str]], dict[tuple[str, str], str]]:
     """What was compared, the marks of each type, and why one is refused or differs; of the installed transformers."""
@@ -89,8 +93,7 @@ def works(model_type: str) -> str:
     of_type = marks.get(model_type, ["–"] * len(columns))
     cells = zip(columns, of_type, strict=True)
     lines = [f"| {column} | {mark}{reason(why.get((model_type, column), ''))} |" for column, mark in cells]
-    about = "A small model of this code on 2 CPU ranks, beside one process. ✓: it agrees. –: it has no such part, or"
-    return "\n".join(["## What works", "", about, "was not tried.", "", "| | |", "| --- | --- |", *lines, "", ""])
+    return "\n".join(["## What works", "", ABOUT, "", "| | |", "| --- | --- |", *lines, "", ""])
 
 
 def reason(text: str) -> str:
@@ -198,10 +201,7 @@ def index(pages: list[Path]) -> str:
         rows.append(
             f"| [{path.stem}]({path.name}) | {size[1]} | {' | '.join(marks.get(path.stem, '–' * len(columns)))} |"
         )
-    about = (
-        f"Model types of transformers {transformers.__version__}, with the sizes of their default configurations.\n"
-        "✓: a small model of the code agreed with one process on 2 CPU ranks. –: it has no such part, or was not tried."
-    )
+    about = f"Model types of transformers {transformers.__version__}, with the sizes of their default configurations."
     head = [f"| type | parameters | {' | '.join(columns)} |", f"| --- | --- |{' --- |' * len(columns)}"]
     shipped = [
         "## Settings",
@@ -214,7 +214,7 @@ def index(pages: list[Path]) -> str:
         "",
     ]
     toctree = ["```{toctree}", ":hidden:", ":glob:", "*", "```"]
-    return "\n".join(["# Models", "", about, "", *head, *rows, "", *shipped, *toctree, ""])
+    return "\n".join(["# Models", "", about, ABOUT, "", *head, *rows, "", *shipped, *toctree, ""])
 
 
 def settings(path: Path) -> str:

@@ -19,11 +19,12 @@ def test_a_type_has_a_mark_for_each_column_and_a_reason_where_it_does_not_agree(
     found["fsdp"] = {"vit": row("vit", "failed", fp32_load="ok", why="fp32_loss: loss: 1e-1")}
     found["fsdp_packed"] = {"llama": row("llama", "agrees", fp32_load="ok", kinds="rows padded packed")}
     found["cp2"] = {"llama": row("llama", "refused", why="ConfigError: not so")}
+    found["tp2"] = {"llama": row("llama", "failed", why="bf16_loss: loss: 1e-1; bf16_norm: 2e-1")}
     assert [mark for mark, _ in cells_of("llama", found)] == [
         "✓",
         "✓",
         "✓",
-        "–",
+        "in bf16",
         "–",
         "refused",
         "✓",
