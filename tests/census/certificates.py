@@ -16,7 +16,7 @@ CENSUSES: dict[str, Census] = {
     "fsdp": replace(census_on(""), takes_part=lambda name: takes_part(name, "") and not is_causal(name)),
     "fsdp_packed": census_on("shard2"),
     "tp2": census_on("tp2"),
-    "ep2": census_on("ep2"),
+    "ep2": replace(census_on("ep2"), takes_part=lambda name: takes_part(name, "ep2") and routers.is_mixture(name)),
     "cp2": census_on("cp2"),
     "lora": replace(census_on("", has_adapter=True), takes_part=is_causal),
     "lora_on_fp8": packed.CENSUS,
