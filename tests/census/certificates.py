@@ -47,7 +47,7 @@ EXPLAINED = {
     "paligemma": "sdpa attends to later tokens where transformers leaves the mask out "
     "(benchmarks/reports/transformers_paligemma_mask.py); a row that is padded for the ranks has one",
 }
-"""Why types differ in fp32, found by hand with transformers 5.23."""
+"""Why types differ, found by hand with transformers 5.23."""
 
 
 def certify(folder: Path, only: list[str], jobs: int) -> int:
@@ -88,7 +88,7 @@ def table(rows: dict[str, dict[str, Row]]) -> str:
     for name in types:
         for column, (mark, why) in zip(COLUMNS, cells[name], strict=True):
             if mark not in ("✓", "–"):
-                explained = f"{EXPLAINED[name]}: {why}" if mark == "differs" and name in EXPLAINED else why
+                explained = f"{EXPLAINED[name]}: {why}" if mark != "refused" and name in EXPLAINED else why
                 reasons.setdefault((name, mark, explained), []).append(column)
     seconds = sum(row["seconds"] for of_types in rows.values() for row in of_types.values())
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
