@@ -43,6 +43,7 @@ EXPLAINED = {
     "squeezebert": "its code calls layer.forward, past all hooks",
     "rwkv": "its code writes to a state that is an input of the next block, which FSDP2's own functions hand on",
     "mra": "its code makes fp32 of bf16 and multiplies both; autocast, which would cast, is off inside of units",
+    "xlnet": "its code multiplies fp32 by weights in bf16, in one process too",
     "fnet": "CPUs have no Fourier transform in bf16",
     "paligemma": "sdpa attends to later tokens where transformers leaves the mask out "
     "(benchmarks/reports/transformers_paligemma_mask.py); a row that is padded for the ranks has one",

@@ -159,5 +159,5 @@ CENSUS = Census(
     prepare=quantised_case,
     compare=examine_on_ranks,
     judge=trained.judged,
-    refusal="cannot be kept as stored",
+    refusals=("cannot be kept as stored", "PEFT cannot make"),
 )

@@ -41,7 +41,7 @@ class Census:
     judge: Callable[[list[Row]], Row] = lambda ranks: ranks[0]
     """Verdict and why, of what all ranks found."""
     ranks: int = 2
-    refusal: str = "ConfigError"
+    refusals: tuple[str, ...] = ("ConfigError",)
     """What an error says that refuses a type on purpose."""
 
     def row_of(self, model_type: str) -> Row:
@@ -56,7 +56,7 @@ class Census:
                     row |= self.judge(run_ranks(self.compare, self.ranks, Path(folder), timeout_s=TIMEOUT_S))
             except AssertionError as error:  # with the traceback of a rank
                 row["why"] = str(error).strip().splitlines()[-1].replace(folder, "")[:400]
-                if self.refusal in row["why"] and "NotBuiltError" not in row["why"]:
+                if any(each in row["why"] for each in self.refusals) and "NotBuiltError" not in row["why"]:
                     row["verdict"] = "refused"
         return row | {"seconds": round(time.monotonic() - start, 1), "code": code_of(model_type)}
 
