@@ -41,6 +41,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "clvp_encoder tiny": {"num_attention_heads": 2},
     "edgetam_vision_model": {"backbone_channel_list": [2048, 1024, 512, 256]},
     "bit tiny": {"num_groups": 8},
+    **{f"wavtokenizer{part} tiny": {"codebook_dim": 64} for part in ("", "_encoder")},
+    "dory tiny": {
+        "num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+    },
     "seggpt": {"merge_index": 0},
     "fun_asr_nano tiny": {"adaptor_config": {"intermediate_size": 16}},
     "lw_detr_vit": {"image_size": 64, "num_windows": 4, "pretrain_image_size": 64},
