@@ -69,7 +69,9 @@ def candidates(model: nn.Module, words: int = WORDS) -> Iterator[Batch]:
     names = list(inspect.signature(model.forward).parameters)
     senses = _senses(model, names)
     text = _words(model, names, words)
-    for batch in (senses | _with_placeholders(model, text, senses), senses, text, senses | text):
+    typed = {"mm_token_type_ids": Spec(kind="int", shape=(ROWS, words), high=1)}  # Molmo 2 does not train without
+    typed = text | typed if text and "mm_token_type_ids" in names else {}
+    for batch in (senses | _with_placeholders(model, text, senses), senses, text, senses | text, typed):
         for labels in (_labels(model, names, batch), {}):
             if batch | labels:
                 yield batch | labels

@@ -36,6 +36,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "nemotron": {"num_key_value_heads": 8},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "reformer": {"is_decoder": True},
     "vitmatte": {"fusion_hidden_sizes": [256, 128, 64, 32]},
     "wav2vec2-bert": {"vocab_size": 32},
