@@ -66,9 +66,10 @@ _OF_GPUS = ("deepgemm", "sonicmoe")
 _MISFITS = {
     "gemma3n_text": "statistics of the units of an MLP are taken of a part of them",
     "inkling2_text": "gates and values of fused experts are cut as one",
+    "inkling2_loop_text": "gates and values of fused experts are cut as one",
     "glm5_next_text": "a projection of its attention gets a part of its input",
 }
-"""Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`tests/census`)."""
+"""Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 and 5.24 (`tests/census`)."""
 
 
 class DividedLayers(Feature):
