@@ -117,7 +117,7 @@ def fault_of(case: Case, precision: str) -> str:
     try:
         batch = batches[dist.get_rank() // case.dims.ranks_per_row]
         loss_of(forward(model.train(case.is_training), batch)).backward()  # type: ignore[no-untyped-call]
-    except Exception as error:
+    except Exception as error:  # whatever a model's code raises is what the row says
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""
 
