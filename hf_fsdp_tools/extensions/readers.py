@@ -213,6 +213,8 @@ def _unpadded(name: str, value: Any, rows: Rows) -> Any:
     padded = rows.part_length * rows.size
     if name.startswith(BOUNDARIES) and value is not None:
         return value[:-1]
+    if "distance" in name and isinstance(value, torch.Tensor):  # of pairs, without rows of a batch (Inkling 2 Loop)
+        return value[..., : rows.length, : rows.length]
     if "mask" in name and not isinstance(value, torch.Tensor | Mapping | None):
         raise ConfigError(
             f"{name} is a {type(value).__name__}: with cp_size {rows.size}, some modules of this model take it in rows "
