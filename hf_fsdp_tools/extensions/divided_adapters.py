@@ -37,8 +37,8 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def divide_adapters(model: nn.Module) -> None:
-    """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
-    cut by columns the first. Its other matrix is whole on every rank. LoRA on fused experts follows these."""
+    """Let LoRA on a divided layer be divided with it: the second matrix where the weight is cut by rows, the first
+    where it is cut by columns. The other matrix is whole on every rank. LoRA on fused experts follows these."""
     wrapper: Any
     for wrapper in model.modules():
         install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None

@@ -368,7 +368,7 @@ def _is_read_whole(modules: Mapping[str, nn.Module], fqn: str) -> bool:
     owner = fqn if fqn in modules else fqn.rpartition(".")[0]
     parts = owner.split(".")
     around = ((".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts) - 1))
-    has_more = len([*modules[owner].modules(), *modules[owner].parameters()]) > 2
+    has_more = len([*modules[owner].modules(), *modules[owner].parameters()]) > 2  # than itself and its weight
     return has_more or any(reads_child(modules[outer], inner) for outer, inner in around)
 
 

@@ -90,7 +90,7 @@ def names_as_saved() -> Iterator[None]:
     convert = conversion.convert_peft_adapter_state_dict_for_transformers
 
     def converted(model: Any, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default") -> Any:
-        names = {name.replace(f".{adapter_name}", "") for name, _ in model.named_parameters()}
+        names = {f"{n}.".replace(f".{adapter_name}.", ".").removesuffix(".") for n, _ in model.named_parameters()}
         if all(key in names for key in adapter_state_dict if ".lora_" in key):
             return adapter_state_dict
         return convert(model, peft_config, adapter_state_dict, adapter_name)
