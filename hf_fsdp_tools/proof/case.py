@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.proof.batches import WORDS, candidates, random_batch
+from hf_fsdp_tools.proof.batches import MOST_WORDS, WORDS, candidates, random_batch
 from hf_fsdp_tools.proof.compare import Case, forward, load_plain, loss_of
 from hf_fsdp_tools.proof.shrink import LEVELS, VOCABULARY, Sizes, shrink
 
@@ -147,7 +147,9 @@ def with_kinds(case: Case) -> tuple[Case, dict[str, str]]:
     for kind, make in {"padded": _padded, "packed": _packed, "long": _long}.items():
         made = [make(row) for row in rows]
         if any(batch is None for batch in made):
-            left_out[kind] = "they take no attention mask of words" if kind == "padded" else "they are not words alone"
+            left_out[kind] = (
+                "they take no attention mask of words" if kind == "padded" else "they have no labels of words"
+            )
         elif problem := next((problem for batch in made if batch and (problem := trains(model, batch))), ""):
             left_out[kind] = problem
         else:
@@ -193,10 +195,12 @@ def _long(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _words_alone(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Words and labels of a batch that has nothing else but a mask."""
+    """Words and labels of a batch, without the places of images and sound."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
-    is_words = not set(batch) - {"input_ids", "labels", "attention_mask"}
-    return (ids, labels) if is_words and ids is not None and labels is not None and labels.shape == ids.shape else None
+    if ids is None or labels is None or labels.shape != ids.shape:
+        return None
+    is_word = (ids < MOST_WORDS).all(0)
+    return ids[:, is_word], labels[:, is_word]
 
 
 def with_adapter(case: Case, config: Any = None) -> Case:

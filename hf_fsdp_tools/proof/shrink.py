@@ -15,7 +15,7 @@ LEVELS = ("tiny", "short", "default")
 """How far a configuration is shrunk: all sizes; layers, experts, vocabulary and images only; not at all. The first
 that runs is used."""
 
-VOCABULARY, WIDTH, INNER, HEAD = 131, 64, 96, 16
+VOCABULARY, WIDTH, INNER, HEAD, IMAGE = 131, 64, 96, 16, 32
 
 # Sizes of every level but the last.
 SHORT: tuple[tuple[str, int], ...] = (
@@ -31,7 +31,7 @@ SHORT: tuple[tuple[str, int], ...] = (
     (r"(.*_)?vocab_size|n_vocab|n_tokens|vocab_size_per_layer_input", VOCABULARY),
     (r"max_(.*_)?position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len|context_length", 128),
     (r"max_source_positions|max_target_positions", 64),
-    (r"(.*_)?image_size|crop_size|img_size|input_size", 32),
+    (r"(.*_)?image_size|crop_size|img_size|input_size", IMAGE),
     (r"num_queries|num_denoising|num_proposals|two_stage_num_proposals|num_query_tokens|num_latents|d_latents", 12),
     (r"index_topk", 4),
     (r"train_num_points|mask_(time|feature)_length", 4),
@@ -56,7 +56,7 @@ NOT_WIDTHS = re.compile(
     r".*(rotary|embeddings$|mel_bins|position|max_|num_mel|freq|num_|pos_emb|_vocab_|image|index_|in_channels|out_channels|stem_|stage_|channel_list).*"
 )
 MULTIMODAL_ROPE = re.compile(
-    r"(glm4v|glm46v|glm_ocr|glm_image|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
+    r"(glm4v|glm46v|glm_ocr|glm_image|qwen2_vl|qwen2_5_vl|qwen2_5_omni|paddleocr_vl)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
 )
 Sizes = Mapping[str, dict[str, Any]]
 
@@ -66,6 +66,7 @@ SIZES: Sizes = {
     "blip-2": {"image_token_index": 130},
     "dbrx": {"attn_config": {"clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
     "falcon_h1 tiny": {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8},
+    "deepseek_ocr2_sam_vision_model tiny": {"downsample_channels": [64, 64]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2},
@@ -78,6 +79,10 @@ SIZES: Sizes = {
     "lxmert tiny": {"visual_feat_dim": 64, "l_layers": 2, "x_layers": 2, "r_layers": 2},
     "instructblip": {"image_token_index": 130},
     "instructblipvideo": {"video_token_index": 129},
+    "llama4_vision_model tiny": {"intermediate_size": 256},
+    "mllama_vision_model tiny": {"vision_output_dim": 320},
+    "muse_glimmer tiny": {"out_hidden_size": 256},
+    "muse_spark tiny": {"out_hidden_size": 256},
     "mistral4 tiny": {"head_dim": 32},
     "radio": {"summary_idxs": [0, 1]},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
@@ -88,10 +93,23 @@ SIZES: Sizes = {
     "mobilebert tiny": {"embedding_size": 32},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
-    "gemma3n_audio": {"input_feat_size": 128},
+    "aria tiny": {"projector_patch_to_query_dict": {16: 4}},
+    "fast_vlm": {"vision_config": {"architecture": "test_efficientnet", "hidden_size": 256, "model_args": None}},
+    "gemma3 tiny": {"mm_tokens_per_image": 4},
+    "gemma3n": {"vision_soft_tokens_per_image": 4, "audio_soft_tokens_per_image": 4},
+    "gemma3n_audio": {"input_feat_size": 128, "vocab_offset": 116, "vocab_size": 16},
+    "gemma3n_vision": {
+        "architecture": "test_efficientnet", "hidden_size": 256, "vocab_offset": 100, "vocab_size": 16,
+    },
     "blt": {"encoder_hash_byte_group_vocab": 500},
     "glm5_next_text": {"index_topk": 16},
     "reformer tiny": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 8]},
+    "vipllava": {"vision_feature_layer": [-2, -3, -4, -5, 2]},
+    "glmasr_encoder tiny": {"intermediate_size": 256},
+    "shieldgemma2 tiny": {"mm_tokens_per_image": 4},
+    "t5gemma2_encoder tiny": {"mm_tokens_per_image": 4},
+    "unlimited_ocr_sam_vision_model tiny": {"downsample_channels": [64, 64]},
+    "voxtral_encoder tiny": {"intermediate_size": 256},
     "xlnet tiny": {"d_head": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
 }  # fmt: skip
@@ -194,6 +212,8 @@ def _token(value: Any, tokens: _Tokens) -> Any:
 
 
 def _list(name: str, values: list[Any], layers: int, kept: list[int], level: str) -> list[Any]:
+    if name == "image_grid_pinpoints":
+        return [[IMAGE, IMAGE]]
     if layers > len(kept) and len(values) == layers and kept[-1] < layers:  # one entry per layer
         values = [values[i] for i in kept]
     elif INDICES.fullmatch(name) and name != "encode_proj_layers" and _ints(values) and layers > 2 and min(values) >= 0:
@@ -202,7 +222,7 @@ def _list(name: str, values: list[Any], layers: int, kept: list[int], level: str
     if name in ("depths", "num_block_repeats", "blocks_per_stage", "n_attn_blocks") and _ints(values):
         return [min(value, 2) for value in values]
     if name in ("image_size", "img_size", "crop_size") and _ints(values):
-        return [min(value, 32) for value in values]
+        return [min(value, IMAGE) for value in values]
     widths = re.fullmatch(r"(.*_)?(sizes|dims?|channels|channel_list|embed_dim)(_per_stage)?|stage_.*_channels", name)
     if level == "tiny" and widths and not NOT_WIDTHS.fullmatch(name) and _ints(values):
         divisor = 1

@@ -30,14 +30,24 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_hidden_layers": 12}},
-    "diffusion_gemma": {"text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}},
+    "diffusion_gemma": {
+        "vision_config": {},
+        "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    },
     "emu3": {"pad_token_id": 0, "vocabulary_map": {"<|extra_200|>": 1, "<image>": 2}},
+    **{name: {"vision_config": {}, "audio_config": {}} for name in ("gemma4", "gemma4_unified")},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "nemotron_h_omni": {"image_token_id": 131070, "video_token_id": 131069, "audio_token_id": 131068},
     "nemotron": {"num_key_value_heads": 8},
+    **{
+        f"qwen{name}_thinker": {"vision_start_token_id": 151652, "audio_start_token_id": 151647}
+        for name in ("2_5_omni", "3_omni_moe")
+    },
     "step3p7": {"text_config": {"sliding_window": 512}},
     "reformer": {"is_decoder": True},
+    "voxtral": {"audio_token_id": 24},
     "vitmatte": {"fusion_hidden_sizes": [256, 128, 64, 32]},
     "wav2vec2-bert": {"vocab_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
