@@ -265,14 +265,17 @@ def _with_placeholders(model: nn.Module, words: Batch, senses: Batch) -> Batch:
     spec = words["input_ids"]
     total = start - 1 + spec.shape[1]
     longer = {"input_ids": replace(spec, shape=(ROWS, total), value=tuple(places))}
-    for name in ("attention_mask", "token_type_ids"):
-        if name in words:
-            longer[name] = Spec(kind="ones", shape=(ROWS, total))
-    if places and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        types = torch.zeros(ROWS, total, dtype=torch.long)
-        for start, length, _ in places:
-            types[:, start : start + length] = 1
+    if "attention_mask" in words:
+        longer["attention_mask"] = Spec(kind="ones", shape=(ROWS, total))
+    types = torch.zeros(ROWS, total, dtype=torch.long)
+    for start, length, _ in places:
+        types[:, start : start + length] = 1
+    parameters = inspect.signature(model.forward).parameters
+    if places and "mm_token_type_ids" in parameters:
         longer["mm_token_type_ids"] = Spec(kind="value", value=types)
+    kind = type(model).__name__
+    if places and "Gemma" in kind and "token_type_ids" in parameters:  # PaliGemma's mark what is predicted
+        longer["token_type_ids"] = Spec(kind="value", value=1 - types if "PaliGemma" in kind else types)
     return words | longer
 
 

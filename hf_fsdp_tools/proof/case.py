@@ -173,34 +173,33 @@ def _padded(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _packed(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rows of the batch one after the other in one row, each with positions from 0, as TRL's packing makes them."""
+    """The words of the batch one after the other in one row, each with positions from 0, as TRL's packing makes them."""
     if (words := _words_alone(batch)) is None:
         return None
-    ids, labels = words
-    first = labels.clone()
+    first = words["labels"].clone()
     first[:, 0] = -100  # no row predicts the first token of the next
-    positions = torch.arange(ids.shape[1]).repeat(ids.shape[0])[None]
-    packed = {"input_ids": ids.reshape(1, -1), "labels": first.reshape(1, -1), "position_ids": positions}
-    return {**packed, "use_cache": False}
+    positions = torch.arange(first.shape[1]).repeat(first.shape[0])[None]
+    rows = {name: value.reshape(1, -1) for name, value in (words | {"labels": first}).items()}
+    return {**rows, "position_ids": positions, "use_cache": False}
 
 
 def _long(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The batch with rows three times as long and with what a Trainer adds: its count of tokens, and labels that are
-    shifted already, here other ones."""
+    """The words of the batch with rows three times as long and with what a Trainer adds: its count of tokens, and labels
+    that are shifted already, here other ones."""
     if (words := _words_alone(batch)) is None:
         return None
-    ids, labels = (torch.cat([each, each.flip(1), each], dim=1) for each in words)
-    counted = {"shift_labels": labels.roll(2, 1), "num_items_in_batch": torch.tensor(len(labels) * 17)}
-    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "use_cache": False, **counted}
+    rows = {name: torch.cat([each, each.flip(1), each], dim=1) for name, each in words.items()}
+    counted = {"shift_labels": rows["labels"].roll(2, 1), "num_items_in_batch": torch.tensor(len(rows["labels"]) * 17)}
+    return {**rows, "attention_mask": torch.ones_like(rows["labels"]), "use_cache": False, **counted}
 
 
-def _words_alone(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Words and labels of a batch, without the places of images and sound."""
+def _words_alone(batch: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Words and labels of a batch, and their types, without the places of images and sound."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if ids is None or labels is None or labels.shape != ids.shape:
         return None
     is_word = (ids < MOST_WORDS).all(0)
-    return ids[:, is_word], labels[:, is_word]
+    return {name: batch[name][:, is_word] for name in ("input_ids", "labels", "token_type_ids") if name in batch}
 
 
 def with_adapter(case: Case, config: Any = None) -> Case:

@@ -99,7 +99,7 @@ SIZES: Sizes = {
     "gemma3n": {"vision_soft_tokens_per_image": 4, "audio_soft_tokens_per_image": 4},
     "gemma3n_audio": {"input_feat_size": 128, "vocab_offset": 116, "vocab_size": 16},
     "gemma3n_vision": {
-        "architecture": "test_efficientnet", "hidden_size": 256, "vocab_offset": 100, "vocab_size": 16,
+        "architecture": "test_efficientnet_ln", "hidden_size": 256, "vocab_offset": 100, "vocab_size": 16,
     },
     "blt": {"encoder_hash_byte_group_vocab": 500},
     "glm5_next_text": {"index_topk": 16},

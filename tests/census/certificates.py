@@ -45,8 +45,7 @@ EXPLAINED = {
     "mra": "its code makes fp32 of bf16 and multiplies both; autocast, which would cast, is off inside of units",
     "xlnet": "its code multiplies fp32 by weights in bf16, in one process too",
     "fnet": "CPUs have no Fourier transform in bf16",
-    "paligemma": "sdpa attends to later tokens where transformers leaves the mask out "
-    "(benchmarks/reports/transformers_paligemma_mask.py); a row that is padded for the ranks has one",
+    "fast_vlm": "batch norms keep statistics of each rank's own rows, as in all data parallelism",
 }
 """Why types differ, found by hand with transformers 5.23."""
 

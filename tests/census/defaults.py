@@ -48,6 +48,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 512}},
     "reformer": {"is_decoder": True},
     "voxtral": {"audio_token_id": 24},
+    "xmod": {"default_language": "en_XX"},
     "vitmatte": {"fusion_hidden_sizes": [256, 128, 64, 32]},
     "wav2vec2-bert": {"vocab_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
