@@ -173,7 +173,7 @@ def _padded(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _packed(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The words of the batch one after the other in one row, each with positions from 0, as TRL's packing makes them."""
+    """The words of all rows in one row, each from position 0, as TRL's packing makes them."""
     if (words := _words_alone(batch)) is None:
         return None
     first = words["labels"].clone()
@@ -184,7 +184,7 @@ def _packed(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _long(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The words of the batch with rows three times as long and with what a Trainer adds: its count of tokens, and labels
+    """The words in rows three times as long, and what a Trainer adds: its count of tokens, and labels
     that are shifted already, here other ones."""
     if (words := _words_alone(batch)) is None:
         return None
