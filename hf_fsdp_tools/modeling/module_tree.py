@@ -262,6 +262,15 @@ def reads_given_table(module: nn.Module) -> bool:
     return re.search(r"(?<![\w.])embed\w*\.weight\b", code) is not None
 
 
+def takes_fp32(module: nn.Module) -> bool:
+    """Whether a module's code takes hidden states in fp32 next to weights in bf16: a model's own RMS norm, and a block
+    that casts for its norm alone (Mamba's and Zaya's, whose residual stream stays in fp32)."""
+    cls = own_class(module)
+    code = _code_that_runs(cls)  # type: ignore[arg-type]  # classes have a hash
+    is_norm = cls.__name__.endswith("RMSNorm") and bool(code)
+    return is_norm or re.search(r"\.to\((dtype=)?self\.\w*norm\w*\.weight\.dtype\)", code) is not None
+
+
 @cache
 def _code_that_runs(cls: Hashable) -> str:
     """The source of a class's own methods, without those that make, tie, save or exchange modules; of torch's, none."""

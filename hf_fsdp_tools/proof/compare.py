@@ -6,8 +6,8 @@ random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
 is how it is trained. It is compared with the plain model, buffers as they are and parameters in bf16 but for those that
-transformers keeps in fp32: the same operations on the same rounded weights, so that even roundings agree. AdamW steps
-in fp32 alone.
+transformers keeps in fp32, and those of recurrences, with which all models compute in fp32: the same operations on the
+same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
 
 In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
 
@@ -41,6 +41,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
 from hf_fsdp_tools.sharding.injection import names_as_saved
 from hf_fsdp_tools.sharding.replicated import clip_norm
 from hf_fsdp_tools.sharding.sharding import sharding_of
@@ -209,7 +210,7 @@ def plain_figures(case: Case, precision: str) -> Figures:
     model, dtype = load_plain(case), PRECISIONS[precision]
     kept = {name for name, p in load_plain(case, dtype=dtype).named_parameters() if p.dtype == torch.float32}
     for name, parameter in model.named_parameters():
-        is_kept = name in kept and "lora_" not in name  # PEFT makes its own in fp32
+        is_kept = (name in kept and "lora_" not in name) or name.endswith(OF_RECURRENCES)  # PEFT makes its own in fp32
         if parameter.is_floating_point() and parameter.dim() and not is_kept:  # 0-d ones are not gathered
             parameter.data = parameter.data.to(dtype)
     state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, takes_fp32
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
@@ -38,7 +38,7 @@ from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
 
-_OF_RECURRENCES = (".A_log", ".dt_bias")
+OF_RECURRENCES = (".A_log", ".dt_bias")
 """Parameters with which models compute in fp32, whatever the rest computes in; autocast leaves them as they are."""
 
 _LOWER = (torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ class Units(Feature):
 def kept_as_stored(model: nn.Module, dtype: torch.dtype | None) -> set[torch.Tensor]:
     """The weights with which a model computes in their own dtype, whatever the rest computes in."""
     in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, dtype)}
-    return in_fp32 | {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
+    return in_fp32 | {tensor for name, tensor in model.named_parameters() if name.endswith(OF_RECURRENCES)}
 
 
 def hooks_of_precision(model: nn.Module, sharding: Sharding, **sets: Any) -> Iterator[Hook]:
@@ -119,9 +119,14 @@ def hooks_of_casts(
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
-        yield Hook(module, Phase.CAST, partial(cast_inputs, dtype=param_dtype))
+        casting_hook = partial(cast_inputs, dtype=param_dtype, has_own_cast=takes_fp32(module))
+        yield Hook(module, Phase.CAST, casting_hook)
         # in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory
         yield Hook(module, Phase.CONTEXT, partial(torch.autocast, device_type, enabled=False))
+    for module in model.modules():
+        own = {weight for weight in module._parameters.values() if weight is not None}
+        if own and own.issubset(in_fp32):  # in fp32, also in the root's own code
+            yield Hook(module, Phase.CONTEXT, partial(torch.autocast, device_type, enabled=False))
     if param_dtype in _LOWER:
         lower = partial(torch.autocast, device_type, param_dtype, cache_enabled=False)
         yield from (Hook(module, Phase.CONTEXT, lower) for module in model.modules() if _holds_matrices(module))
@@ -212,8 +217,16 @@ def _first_with_shards(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
-    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
+def cast_inputs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    has_own_cast: bool = False,
+) -> Any:
+    """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered; not
+    hidden states that the module casts itself.
 
     Rotary tables next to hidden states that have this dtype already are left alone: a model that makes them in fp32
     rotates in fp32.
@@ -221,10 +234,12 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)
     kept = ("position_embeddings",) if hidden is not None and hidden.dtype == dtype else ()
+    alone = hidden if has_own_cast else None
     cast = {
-        key: value if key in kept and type(value) is tuple else _cast(value, dtype) for key, value in kwargs.items()
+        key: value if value is alone or (key in kept and type(value) is tuple) else _cast(value, dtype)
+        for key, value in kwargs.items()
     }
-    return tuple(_cast(value, dtype) for value in args), cast
+    return tuple(value if value is alone else _cast(value, dtype) for value in args), cast
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -184,6 +184,22 @@ def rates_of_recurrences_compute_in_fp32(folder):
     assert seen == [[torch.float32, torch.bfloat16]] and mixer.A_log.grad.dtype == torch.float32
 
 
+def what_models_compute_in_fp32_is_so(folder):
+    """Residual streams of Mamba and Zaya, and DeepSeek-V4's last module, which lies in the root: the bits of bf16."""
+    kinds = [kind for kind in ("mamba", "zaya", "deepseek_v4") if kind in transformers.CONFIG_MAPPING]
+    for kind in kinds:
+        if dist.get_rank() == 0:
+            randomize(transformers.AutoModelForCausalLM.from_config(tiny_config(kind))).save_pretrained(folder / kind)
+        dist.barrier()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.bfloat16).eval()
+        for name, weight in transformers.AutoModelForCausalLM.from_pretrained(folder / kind).named_parameters():
+            if name.endswith("A_log"):
+                plain.get_parameter(name).data = weight.data
+        model = from_pretrained(folder / kind, dtype=torch.float32, mp_policy=BF16).eval()
+        with torch.no_grad():
+            assert torch.equal(model(IDS % 90).logits, plain(IDS % 90).logits.float()), kind
+
+
 def decays_in_fp32_multiply_activations_in_bf16(folder):
     """As under autocast: MiniMax multiplies by buffers, which no policy casts."""
     if dist.get_rank() == 0:
@@ -218,6 +234,7 @@ CASES = (
     outputs_are_fp32_where_a_script_computes_its_own_loss,
     routers_that_transformers_keeps_compute_in_fp32,
     rates_of_recurrences_compute_in_fp32,
+    what_models_compute_in_fp32_is_so,
     decays_in_fp32_multiply_activations_in_bf16,
     autocast_ends_with_a_pass_that_fails,
 )
