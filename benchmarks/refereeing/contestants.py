@@ -39,7 +39,8 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.measuring import OURS, Row
 from hf_fsdp_tools import FSDPPlugin, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter
-from hf_fsdp_tools.proof.compare import TOLERANCE, Case, Tensors, apart, forward, load_plain, loss_of, worst
+from hf_fsdp_tools.proof.compare import TOLERANCE, apart, worst
+from hf_fsdp_tools.proof.plain import Case, Tensors, forward, load_plain, loss_of
 from hf_fsdp_tools.testing import forget_accelerate
 
 RANKS, STEPS = 2, 2

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.batches import MOST_WORDS, WORDS, candidates, random_batch
-from hf_fsdp_tools.proof.compare import Case, forward, load_plain, loss_of
+from hf_fsdp_tools.proof.plain import Case, forward, load_plain, loss_of
 from hf_fsdp_tools.proof.shrink import LEVELS, VOCABULARY, Sizes, shrink
 
 _MOST_PARAMETERS = 40_000_000

@@ -1,25 +1,17 @@
 """A sharded model compared with the plain one: what each computes of the same batches, and how far they are apart.
 
-The plain model (transformers' own `from_pretrained`, one process) sees the batches of all ranks, one after the other;
-its gradients are their mean. Each rank of the sharded model sees its own batch, and those of one row the same. The
-random state is set before each forward pass.
-
-In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
-is how it is trained. It is compared with the plain model, buffers as they are and parameters in bf16 but for those that
-transformers keeps in fp32, and those of recurrences, with which all models compute in fp32: the same operations on the
-same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
-
-In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
+Each rank of the sharded model sees its own batch, and those of one row the same. The random state is set before each
+forward pass. In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16
+(`MixedPrecisionPolicy`), which is how it is trained: the same operations on the same rounded weights as in the plain
+model, so that even roundings agree; and it is given the experts that the plain one has chosen (`routing`).
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
 bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, part_of
@@ -39,14 +30,26 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.proof.plain import (
+    PRECISIONS,
+    Case,
+    Figures,
+    Tensors,
+    evaluate,
+    forward,
+    load_plain,
+    loss_of,
+    names_of,
+    noted_modules,
+    optimizer_of,
+    plain_name,
+    tensors_of,
+)
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
-from hf_fsdp_tools.sharding.injection import names_as_saved
 from hf_fsdp_tools.sharding.replicated import clip_norm
 from hf_fsdp_tools.sharding.sharding import sharding_of
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms; in
 bf16, which rounds by 0.4 %, through some layers, and of each rank's part of a gradient)"""
@@ -55,232 +58,8 @@ _OF_PARTS = 2.5
 """How much larger they are in bf16 where ranks share layers, experts or rows: sums over a layer's inputs, an expert's
 tokens or a row are rounded in parts. (assumed)"""
 
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A tiny checkpoint, the batches that its model takes, and how ranks share both."""
-
-    model_class: type[PreTrainedModel]
-    folder: Path
-    """Where the checkpoint is, or the adapter of one."""
-    batches: dict[str, list[dict[str, Any]]]
-    """One batch of each kind (rows, padded, packed) for each group of ranks with the same rows."""
-    dims: ParallelDims = field(default_factory=ParallelDims)
-    fsdp_version: int = 2
-    activation_checkpointing: bool = False
-    frozen: frozenset[str] = frozenset()
-    """Parameters that the class freezes."""
-    is_adapter: bool = False
-    is_training: bool = False
-    """Whether passes with a loss are in training mode, for models in which nothing is left to chance; else none is."""
-
-    def batches_of(self, kind: str, precision: str, *, has_labels: bool = True) -> list[dict[str, Any]]:
-        """The batches of a kind; floats that the model computes with in the dtype of its weights."""
-        return [
-            {
-                name: value.to(PRECISIONS[precision])
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-                else value
-                for name, value in batch.items()
-                if has_labels or name not in _LABELS
-            }
-            for batch in self.batches[kind]
-        ]
-
-    @property
-    def has_labels_in_evaluation(self) -> bool:
-        """Whether outputs are compared next to a loss; ranks of context parallelism then have a part of the logits."""
-        return self.dims.cp_size == 1
-
-
-@dataclass(kw_only=True)
-class Figures:
-    """What the plain model computes in one precision."""
-
-    state: Tensors
-    modules: Tensors
-    """The outputs of modules in the first batch, in the order of their calls."""
-    outputs: dict[str, list[Tensors]]
-    """Outputs of each kind and batch, in evaluation."""
-    losses: dict[str, list[float]]
-    gradients: dict[str, Tensors]
-    accumulated: Tensors
-    """The gradients of the last kind and the first one together."""
-    stepped: Tensors
-    chosen: dict[str, list[Choices]] = field(default_factory=dict)
-    """The experts of each kind and batch, in training."""
-    chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
-
-
 Found = tuple[float, str]
 """A relative difference, and a problem: "" where there is none."""
-
-
-# ---- one forward pass ----
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The model's loss; without one, a weighted mean and mean square of all floating-point outputs."""
-    loss = output.get("loss") if isinstance(output, dict) else None
-    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
-        return loss.float().reshape(())
-    parts = []
-    for _, tensor in outputs_of(output):
-        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
-            values = tensor.float().flatten()
-            values = torch.where(values.isfinite(), values, 0.0)
-            weights = torch.sin(torch.arange(len(values)) + 0.5)
-            parts.append((values * weights).mean() + 0.1 * (values * values).mean())
-    if not parts:
-        raise ValueError("no output has a gradient")
-    return torch.stack(parts).sum()
-
-
-def forward(model: nn.Module, batch: dict[str, Any]) -> Any:
-    """The outputs of a batch, from a known random state."""
-    torch.manual_seed(7)
-    copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}  # some models write to them
-    return model(**copies)
-
-
-def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
-    """All outputs of a batch in evaluation mode, without gradients."""
-    with torch.no_grad():
-        found = dict(outputs_of(forward(model.eval(), batch)))
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-
-_SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
-
-
-def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model's output by name, caches left out."""
-    if isinstance(output, torch.Tensor):
-        yield prefix, output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            if key not in _SKIPPED and "cache" not in str(key):
-                yield from outputs_of(value, f"{prefix}.{key}")
-    elif isinstance(output, list | tuple):
-        for i, value in enumerate(output):
-            yield from outputs_of(value, f"{prefix}.{i}")
-
-
-@contextmanager
-def noted_modules(model: nn.Module) -> Iterator[Tensors]:
-    """What each module gives in a block, by name, in the order of calls.
-
-    Modules that are called again are left out: some models call theirs in the order of a set, of rotary angles.
-    """
-    noted: Tensors = {}
-    calls: Counter[str] = Counter()
-
-    def note(module: nn.Module, args: Any, output: Any, *, name: str) -> None:
-        calls[name] += 1
-        first = next((tensor for _, tensor in outputs_of(output) if tensor.is_floating_point()), None)
-        if first is not None and calls[name] == 1:
-            noted[name] = first.detach().clone()
-        elif calls[name] > 1:
-            noted.pop(name, None)
-
-    with ExitStack() as stack:
-        for name, known in names_of(model).items():
-            stack.callback(model.get_submodule(name).register_forward_hook(partial(note, name=known)).remove)
-        yield noted
-
-
-def names_of(model: nn.Module) -> dict[str, str]:
-    """The plain names of a model's modules, by their own."""
-    return {name: known for name, _ in model.named_modules() if (known := _plain_name(name))}
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
-
-
-# ---- the plain model ----
-
-
-def plain_figures(case: Case, precision: str) -> Figures:
-    """What the plain model computes of the batches of all ranks."""
-    model, dtype = load_plain(case), PRECISIONS[precision]
-    kept = {name for name, p in load_plain(case, dtype=dtype).named_parameters() if p.dtype == torch.float32}
-    for name, parameter in model.named_parameters():
-        is_kept = (name in kept and "lora_" not in name) or name.endswith(OF_RECURRENCES)  # PEFT makes its own in fp32
-        if parameter.is_floating_point() and parameter.dim() and not is_kept:  # 0-d ones are not gathered
-            parameter.data = parameter.data.to(dtype)
-    state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-    figures = Figures(state=state, modules={}, outputs={}, losses={}, gradients={}, accumulated={}, stepped={})
-    for kind in case.batches:
-        silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
-        figures.outputs[kind] = []
-        for batch in silent:
-            with choices(model, names_of(model)) as made:
-                figures.outputs[kind].append(evaluate(model, batch))
-            figures.chosen_in_evaluation.setdefault(kind, []).append(made.once())
-        total = figures.gradients.setdefault(kind, {})
-        batches = case.batches_of(kind, precision)
-        for batch in batches:
-            with noted_modules(model) as modules, choices(model, names_of(model)) as made:
-                loss = loss_of(forward(model.train(case.is_training), batch))
-            figures.chosen.setdefault(kind, []).append(made.once())
-            figures.modules = figures.modules or modules
-            model.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            figures.losses.setdefault(kind, []).append(float(loss.detach()))
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    part = parameter.grad.float() / len(batches)
-                    total[name] = total[name] + part if name in total else part
-        if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
-            raise ValueError("gradients are not finite")
-    first, last = next(iter(figures.gradients.values())), total
-    both = (first, last)
-    figures.accumulated = {
-        name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
-    }
-    figures.stepped = _step(load_plain(case), figures.accumulated)
-    return figures
-
-
-def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """The plain model of a case as transformers loads it; of another folder in the same form, where one is given."""
-    torch.manual_seed(3)
-    folder = folder or case.folder
-    if case.is_adapter:
-        from peft import PeftConfig, PeftModel
-
-        base = case.model_class.from_pretrained(
-            PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=dtype
-        )
-        with names_as_saved():
-            return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
-    model = case.model_class.from_pretrained(folder, dtype=dtype)
-    for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
-        parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())
-    return model.eval()
-
-
-def _step(model: nn.Module, gradients: Tensors) -> Tensors:
-    """The weights after one step of AdamW by given gradients."""
-    for name, parameter in model.named_parameters():
-        parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
-    _optimizer(model).step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # the eps is larger than usual: a gradient of zero must not step by the sign of its rounding
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
-
-
-def tensors_of(model: nn.Module) -> Tensors:
-    """Parameters and buffers, those that no file holds too."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 # ---- the sharded model ----
@@ -383,7 +162,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
             whole = nn.utils.get_total_norm(plain.accumulated.values())
             seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, {}, bound))
-        _optimizer(model).step()  # by the accumulated gradients
+        optimizer_of(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
         seen["step"] = worst(apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))
         seen["save"] = _saved(case, model)
@@ -393,14 +172,14 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
 def _shards(model: nn.Module) -> Tensors:
     """Parameters and buffers of a sharded model by the plain model's names; under FSDP1 whole. Every rank must call."""
     with _summoned(model):
-        found = {_plain_name(name): tensor for name, tensor in tensors_of(model).items()}
+        found = {plain_name(name): tensor for name, tensor in tensors_of(model).items()}
         return {name: tensor.detach().clone() for name, tensor in found.items()} if _is_wrapped(model) else found
 
 
 def _gradients(model: nn.Module) -> Tensors:
     """Gradients of a sharded model, as `_shards` gives its parameters."""
     with _summoned(model):
-        found = {_plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = {plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: tensor.clone() for name, tensor in found.items()}
 
 

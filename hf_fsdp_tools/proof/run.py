@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.distributed.mesh import ParallelDims, join_on_cpu
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.proof.case import given_batches, telling, tiny_case, with_adapter, with_kinds
-from hf_fsdp_tools.proof.compare import PRECISIONS, Found, examine, load_sharded, plain_figures, worst
+from hf_fsdp_tools.proof.compare import Found, examine, load_sharded, worst
+from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
 from hf_fsdp_tools.text import first_line, show_count, table
 
 WORDS = 13

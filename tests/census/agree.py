@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools.proof import compare
-from hf_fsdp_tools.proof.compare import Case, Figures, evaluate, forward
+from hf_fsdp_tools.proof.plain import Case, Figures, evaluate, forward, loss_of, outputs_of
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.sharding.sharding import sharding_of
 
@@ -30,7 +30,7 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
         evaluate(model, batch)
         left_gathered = len(gathered.now)
         with first_units(model) as first:
-            loss = compare.loss_of(forward(model, batch))
+            loss = loss_of(forward(model, batch))
         loss.backward()
     row["gathered"], row["allowed"] = gathered.most, most_allowed(model, first)
     row["resharded"] = "" if not left_gathered else f"{left_gathered} units stay gathered after an evaluation"
@@ -92,7 +92,7 @@ def first_units(model: nn.Module) -> Iterator[set[int]]:
     found: set[int] = set()
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
-        if not any(t.requires_grad for _, t in compare.outputs_of([args, dict(kwargs)])):
+        if not any(t.requires_grad for _, t in outputs_of([args, dict(kwargs)])):
             found.add(id(unit_modules(module)[0]))
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]

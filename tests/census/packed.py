@@ -25,7 +25,7 @@ from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.proof.case import tiny_case
-from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, loss_of
+from hf_fsdp_tools.proof.plain import PRECISIONS, Case, evaluate, forward, loss_of
 from hf_fsdp_tools.steps import build_meta_model
 from tests.census import trained
 from tests.census.defaults import build_config

@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.proof.case import telling, tiny_case
-from hf_fsdp_tools.proof.compare import PRECISIONS, Case, Tensors, forward, load_sharded, loss_of
+from hf_fsdp_tools.proof.compare import load_sharded
+from hf_fsdp_tools.proof.plain import PRECISIONS, Case, Tensors, forward, loss_of
 from tests._training import full_gradients
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, model_classes

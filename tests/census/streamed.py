@@ -8,7 +8,8 @@ from torch.distributed.tensor import Replicate, Shard
 from hf_fsdp_tools.distributed.shards import local_boxes
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.proof.case import tiny_case
-from hf_fsdp_tools.proof.compare import PRECISIONS, Case, load_sharded
+from hf_fsdp_tools.proof.compare import load_sharded
+from hf_fsdp_tools.proof.plain import PRECISIONS, Case
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Holders, spread_of
 from tests._checkpoints import stored_tensors

@@ -26,7 +26,7 @@ from hf_fsdp_tools.extensions import context_parallel as cp
 from hf_fsdp_tools.extensions import readers
 from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
-from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import replicated
 from tests._dist import run_cases, run_ranks

@@ -1,0 +1,248 @@
+"""A case to be compared, and what its plain model computes: transformers' own `from_pretrained`, in one process.
+
+The plain model sees the batches of all ranks, one after the other; its gradients are their mean. In bf16, buffers stay
+as they are and parameters are in bf16 but for those that transformers keeps in fp32, and those of recurrences, with
+which all models compute in fp32. AdamW steps in fp32 alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.proof.routing import Choices, choices
+from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
+from hf_fsdp_tools.sharding.injection import names_as_saved
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A tiny checkpoint, the batches that its model takes, and how ranks share both."""
+
+    model_class: type[PreTrainedModel]
+    folder: Path
+    """Where the checkpoint is, or the adapter of one."""
+    batches: dict[str, list[dict[str, Any]]]
+    """One batch of each kind (rows, padded, packed) for each group of ranks with the same rows."""
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    fsdp_version: int = 2
+    activation_checkpointing: bool = False
+    frozen: frozenset[str] = frozenset()
+    """Parameters that the class freezes."""
+    is_adapter: bool = False
+    is_training: bool = False
+    """Whether passes with a loss are in training mode, for models in which nothing is left to chance; else none is."""
+
+    def batches_of(self, kind: str, precision: str, *, has_labels: bool = True) -> list[dict[str, Any]]:
+        """The batches of a kind; floats that the model computes with in the dtype of its weights."""
+        return [
+            {
+                name: value.to(PRECISIONS[precision])
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                else value
+                for name, value in batch.items()
+                if has_labels or name not in _LABELS
+            }
+            for batch in self.batches[kind]
+        ]
+
+    @property
+    def has_labels_in_evaluation(self) -> bool:
+        """Whether outputs are compared next to a loss; ranks of context parallelism then have a part of the logits."""
+        return self.dims.cp_size == 1
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What the plain model computes in one precision."""
+
+    state: Tensors
+    modules: Tensors
+    """The outputs of modules in the first batch, in the order of their calls."""
+    outputs: dict[str, list[Tensors]]
+    """Outputs of each kind and batch, in evaluation."""
+    losses: dict[str, list[float]]
+    gradients: dict[str, Tensors]
+    accumulated: Tensors
+    """The gradients of the last kind and the first one together."""
+    stepped: Tensors
+    chosen: dict[str, list[Choices]] = field(default_factory=dict)
+    """The experts of each kind and batch, in training."""
+    chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
+
+
+# ---- one forward pass ----
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's loss; without one, a weighted mean and mean square of all floating-point outputs."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss.float().reshape(())
+    parts = []
+    for _, tensor in outputs_of(output):
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+            values = tensor.float().flatten()
+            values = torch.where(values.isfinite(), values, 0.0)
+            weights = torch.sin(torch.arange(len(values)) + 0.5)
+            parts.append((values * weights).mean() + 0.1 * (values * values).mean())
+    if not parts:
+        raise ValueError("no output has a gradient")
+    return torch.stack(parts).sum()
+
+
+def forward(model: nn.Module, batch: dict[str, Any]) -> Any:
+    """The outputs of a batch, from a known random state."""
+    torch.manual_seed(7)
+    copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}  # some models write to them
+    return model(**copies)
+
+
+def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
+    """All outputs of a batch in evaluation mode, without gradients."""
+    with torch.no_grad():
+        found = dict(outputs_of(forward(model.eval(), batch)))
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+_SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
+
+
+def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a model's output by name, caches left out."""
+    if isinstance(output, torch.Tensor):
+        yield prefix, output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if key not in _SKIPPED and "cache" not in str(key):
+                yield from outputs_of(value, f"{prefix}.{key}")
+    elif isinstance(output, list | tuple):
+        for i, value in enumerate(output):
+            yield from outputs_of(value, f"{prefix}.{i}")
+
+
+@contextmanager
+def noted_modules(model: nn.Module) -> Iterator[Tensors]:
+    """What each module gives in a block, by name, in the order of calls.
+
+    Modules that are called again are left out: some models call theirs in the order of a set, of rotary angles.
+    """
+    noted: Tensors = {}
+    calls: Counter[str] = Counter()
+
+    def note(module: nn.Module, args: Any, output: Any, *, name: str) -> None:
+        calls[name] += 1
+        first = next((tensor for _, tensor in outputs_of(output) if tensor.is_floating_point()), None)
+        if first is not None and calls[name] == 1:
+            noted[name] = first.detach().clone()
+        elif calls[name] > 1:
+            noted.pop(name, None)
+
+    with ExitStack() as stack:
+        for name, known in names_of(model).items():
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(note, name=known)).remove)
+        yield noted
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """The plain names of a model's modules, by their own."""
+    return {name: known for name, _ in model.named_modules() if (known := plain_name(name))}
+
+
+def plain_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
+
+
+# ---- the plain model ----
+
+
+def plain_figures(case: Case, precision: str) -> Figures:
+    """What the plain model computes of the batches of all ranks."""
+    model, dtype = load_plain(case), PRECISIONS[precision]
+    kept = {name for name, p in load_plain(case, dtype=dtype).named_parameters() if p.dtype == torch.float32}
+    for name, parameter in model.named_parameters():
+        is_kept = (name in kept and "lora_" not in name) or name.endswith(OF_RECURRENCES)  # PEFT makes its own in fp32
+        if parameter.is_floating_point() and parameter.dim() and not is_kept:  # 0-d ones are not gathered
+            parameter.data = parameter.data.to(dtype)
+    state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    figures = Figures(state=state, modules={}, outputs={}, losses={}, gradients={}, accumulated={}, stepped={})
+    for kind in case.batches:
+        silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
+        figures.outputs[kind] = []
+        for batch in silent:
+            with choices(model, names_of(model)) as made:
+                figures.outputs[kind].append(evaluate(model, batch))
+            figures.chosen_in_evaluation.setdefault(kind, []).append(made.once())
+        total = figures.gradients.setdefault(kind, {})
+        batches = case.batches_of(kind, precision)
+        for batch in batches:
+            with noted_modules(model) as modules, choices(model, names_of(model)) as made:
+                loss = loss_of(forward(model.train(case.is_training), batch))
+            figures.chosen.setdefault(kind, []).append(made.once())
+            figures.modules = figures.modules or modules
+            model.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures.losses.setdefault(kind, []).append(float(loss.detach()))
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    part = parameter.grad.float() / len(batches)
+                    total[name] = total[name] + part if name in total else part
+        if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
+            raise ValueError("gradients are not finite")
+    first, last = next(iter(figures.gradients.values())), total
+    both = (first, last)
+    figures.accumulated = {
+        name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
+    }
+    figures.stepped = _step(load_plain(case), figures.accumulated)
+    return figures
+
+
+def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The plain model of a case as transformers loads it; of another folder in the same form, where one is given."""
+    torch.manual_seed(3)
+    folder = folder or case.folder
+    if case.is_adapter:
+        from peft import PeftConfig, PeftModel
+
+        base = case.model_class.from_pretrained(
+            PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=dtype
+        )
+        with names_as_saved():
+            return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
+    model = case.model_class.from_pretrained(folder, dtype=dtype)
+    for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
+        parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())
+    return model.eval()
+
+
+def _step(model: nn.Module, gradients: Tensors) -> Tensors:
+    """The weights after one step of AdamW by given gradients."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
+    optimizer_of(model).step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # the eps is larger than usual: a gradient of zero must not step by the sign of its rounding
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+def tensors_of(model: nn.Module) -> Tensors:
+    """Parameters and buffers, those that no file holds too."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
