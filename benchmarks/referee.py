@@ -87,13 +87,14 @@ def run_alone(contestant: str, folder: Path, out: Path) -> list[Row]:
 
 def rows_of(types: Sequence[str], contestants: Sequence[str], is_done: Callable[[str, str], bool]) -> Iterator[Row]:
     """The cells of some types. Each contestant takes them one after the other in the same processes; whatever is not
-    right there is run again alone."""
-    from benchmarks.refereeing.contestants import RANKS, contest, prepare
+    right there is run again alone, but for a crash after which the same processes go on to be right."""
+    from benchmarks.refereeing.contestants import CONTESTANTS, RANKS, contest, prepare
 
     with tempfile.TemporaryDirectory(prefix="referee-", ignore_cleanup_errors=True) as name:
         home = Path(name)
         with suppress(AssertionError):
-            run_ranks(run_cases, 1, {each: partial(prepare, each, home / each) for each in types})
+            wanted = {CONTESTANTS[name].rows for name in contestants}
+            run_ranks(run_cases, 1, {each: partial(prepare, each, home / each, wanted) for each in types})
         built = [each for each in types if (home / each / "plain.pt").exists()]
         for each in set(types) - set(built):
             error = home / each / "error.txt"
@@ -107,9 +108,10 @@ def rows_of(types: Sequence[str], contestants: Sequence[str], is_done: Callable[
                 cases[each] = partial(contest, contestant, home / each, out, list(PARTS))
             with suppress(AssertionError):
                 run_ranks(run_cases, RANKS, cases, timeout_s=LIMIT_S + 10 * len(todo))
-            for each, out in todo.items():
-                row = judged(seen_in(out))
-                if row["verdict"] not in ("right", "refuses", "takes no part"):
+            rows = [judged(seen_in(out)) for out in todo.values()]
+            for row, after, (each, out) in zip(rows, [*rows[1:], None], todo.items(), strict=True):
+                is_alone = row["verdict"] == "crashes" and after is not None and after["verdict"] == "right"
+                if row["verdict"] not in ("right", "refuses", "takes no part") and not is_alone:
                     again = out.with_name(f"{out.name} again")
                     again.mkdir()
                     row = judged(run_alone(contestant, home / each, again))
@@ -124,7 +126,7 @@ def written(output: Path) -> dict[tuple[str, str], Row]:
 
 
 NOTES = """2 ranks (gloo) and fp32, models made tiny from default configurations. Contestants take the types one after
-the other in the same processes; what is not right or refused there was run again in processes of its own. An
+the other in the same processes; what is wrong there, or breaks the processes, was run again in its own. An
 Accelerator drops FSDP on CPUs, so its state is told that it has it (`benchmarks/refereeing/contestants.py`); the
 operators of torch's context parallelism, which Accelerate uses, have none for CPUs, so it is not here. `accelerate
 fsdp2`, TRL and PEFT on it load on rank 0 (`cpu_ram_efficient_loading`), as `accelerate config` proposes.

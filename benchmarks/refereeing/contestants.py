@@ -10,7 +10,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,8 +60,8 @@ def model_classes(model_type: str) -> list[Any]:
     return [getattr(transformers, name) for name in dict.fromkeys(flat)]
 
 
-def prepare(model_type: str, folder: Path) -> None:
-    """A tiny checkpoint of a type, and what one process computes of it: of rows of all ranks, and of shared rows."""
+def prepare(model_type: str, folder: Path, wanted: Collection[str]) -> None:
+    """A tiny checkpoint of a type, and what one process computes of the rows that contestants take."""
     folder.mkdir()
     options: dict[str, Any] = {"num_batches": RANKS * STEPS, "is_training": True, "tp_size": RANKS}
     try:
@@ -72,16 +72,19 @@ def prepare(model_type: str, folder: Path) -> None:
         rows = case.batches["rows"]
         own = [rows[RANKS * step : RANKS * (step + 1)] for step in range(STEPS)]
         made: dict[str, Any] = {"own": (case, plain_run(case, own))}
-        made["shared"] = case, plain_run(case, [[batch] for batch in rows[:STEPS]])
+        if "shared" in wanted:
+            made["shared"] = case, plain_run(case, [[batch] for batch in rows[:STEPS]])
     except Exception as error:
         (folder / "error.txt").write_text(f"{type(error).__name__}: {error}"[:300])
         return
     # TRL takes words alone; PEFT finds no linear layer in some, or does not know the type.
     with suppress(Exception):
-        made["trl"] = case, plain_sft(case, folder / "trl")
+        if "trl" in wanted:
+            made["trl"] = case, plain_sft(case, folder / "trl")
     with suppress(Exception):
-        adapter = with_adapter(case)
-        made["adapter"] = adapter, plain_run(adapter, own)
+        if "adapter" in wanted:
+            adapter = with_adapter(case)
+            made["adapter"] = adapter, plain_run(adapter, own)
     (folder / "facts.json").write_text(json.dumps(facts))
     torch.save(made, folder / "plain.pt")
 
