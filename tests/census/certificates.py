@@ -33,6 +33,7 @@ COLUMNS = (
 
 
 _REOPENED = "transformers reopens what it wrote itself with other weights"
+_UNSET = "oneDNN leaves a part of a convolution's gradient unset (benchmarks/reports/torch_conv_padding.py)"
 _JOINED = "the numbers agree: FSDP2 gathers branches that are joined at the same time, as their gradients come"
 EXPLAINED = {
     "chinese_clip": _REOPENED,
@@ -45,6 +46,8 @@ EXPLAINED = {
     "mra": "its code makes fp32 of bf16 and multiplies both; autocast, which would cast, is off inside of units",
     "xlnet": "its code multiplies fp32 by weights in bf16, in one process too",
     "fnet": "CPUs have no Fourier transform in bf16",
+    "grounding-dino": _UNSET,
+    "mm-grounding-dino": _UNSET,
     "fast_vlm": "batch norms keep statistics of each rank's own rows, as in all data parallelism",
 }
 """Why types differ, found by hand with transformers 5.23."""
