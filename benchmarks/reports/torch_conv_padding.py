@@ -1,5 +1,5 @@
-"""torch 2.13 on CPUs with AMX: in bf16, the gradient of those weights of a convolution that see padding alone is whatever
-the memory held. Convolutions of 3 × 3 over images of one pixel, as in Grounding DINO, have such weights."""
+"""torch 2.13 on CPUs with AMX: in bf16, gradients of those weights of a convolution that see padding alone are whatever
+was in memory. Convolutions of 3 × 3 over images of one pixel, as in Grounding DINO, have such weights."""
 
 import torch
 

@@ -47,10 +47,8 @@ def with_tensor(value: Any, old: torch.Tensor | None, new: Any) -> Any:
         return type(value)(with_tensor(each, old, new) for each in value)
     if isinstance(value, dict):
         for key, each in value.items():
-            if each is old:
-                value[key] = new
-            elif type(each) in (tuple, list):
-                value[key] = with_tensor(each, old, new)
+            if (changed := with_tensor(each, old, new)) is not each:
+                value[key] = changed
     return value
 
 
