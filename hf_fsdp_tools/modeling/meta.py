@@ -1,6 +1,7 @@
 """A model with shapes and no storage, built from its configuration as `from_pretrained` builds it."""
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -189,13 +190,17 @@ def copy_on_meta(model: nn.Module) -> Any:
 
 def run_on_meta(twin: nn.Module, length: int, *, has_mask: bool = True) -> None:
     """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, unless it takes none of that form,
-    and its experts run by the one implementation of transformers that reads none."""
+    and so are positions; its experts run by the one implementation of transformers that reads none."""
     configs: list[Any] = [part.config for part in twin.modules() if hasattr(part, "config")]
     for config in configs:
         config._experts_implementation_internal = "batched_mm"
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta") if has_mask else None
-    with torch.no_grad():
-        twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
+    with torch.device("meta"), torch.no_grad():
+        inputs = {"input_ids": torch.zeros(1, length, dtype=torch.int64)}
+        if has_mask:
+            inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool)
+        if "position_ids" in inspect.signature(twin.forward).parameters:
+            inputs["position_ids"] = torch.zeros(1, length, dtype=torch.int64)
+        twin(**inputs, use_cache=False)
 
 
 def _misused(error: TypeError | ValueError, config: Any, auto_class: Any, keywords: Mapping[str, Any]) -> str | None:
