@@ -3,8 +3,8 @@
 A page for each model type of transformers whose code is of 2025 or later (its header says so), that writes text, and
 whose default configuration has 1 billion parameters or more; and for those that `docs/models.py` has configurations of.
 Units come from the planner, memory from the estimates, both for the default configuration; what works is
-what certificates (`benchmarks/results/certificates_*.md`, of the installed transformers) found with small models of the
-same code on CPU ranks; every page gets it anew.
+what certificates (`benchmarks/results/certificates_*.md`) found with small models of the same code on CPU ranks, of the
+newest transformers with which one was made; every page gets it anew.
 """
 
 import argparse
@@ -68,23 +68,31 @@ class Family:
     memory: dict[str, list[str]]
 
 
-ABOUT = """A small model of the code on 2 CPU ranks, beside one process. ✓: it agrees. in bf16: it differs there alone.
-–: it has no such part, or was not tried."""
+ABOUT = """A small model of the code of transformers 5.24 (Llama 4: 5.23), with images and sound where it reads them, on
+2 CPU ranks, beside one process. ✓: it agrees. in bf16: it differs there alone. –: it has no such part, or none was
+tried."""
 
 
 @cache
 def certificates() -> tuple[list[str], dict[str, list[str]], dict[tuple[str, str], str]]:
-    """What was compared, the marks of each type, and why one is refused or differs; of the installed transformers."""
-    version = ".".join(transformers.__version__.split(".")[:2])
-    text = (ROOT / "benchmarks" / "results" / f"certificates_{version}.md").read_text(encoding="utf-8")
-    tables = [
-        [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()]
-        for part in text.split("\n\n")
-        if part.startswith("|")
-    ]
-    _, ((_, *columns), _, *marks), (_, _, *reasons) = tables
-    why = {(name, column): reason for name, _, of, reason in reasons for column in of.split(", ")}
-    return columns, {name: of for name, *of in marks}, why
+    """What was compared, the marks of each type, and why one is refused or differs; of the newest transformers with
+    which a small model of it was made."""
+    columns: list[str] = []
+    known: dict[str, list[str]] = {}
+    why: dict[tuple[str, str], str] = {}
+    files = (ROOT / "benchmarks" / "results").glob("certificates_*.md")
+    for path in sorted(files, key=lambda path: int(path.stem.rpartition(".")[2])):
+        tables = [
+            [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()]
+            for part in path.read_text(encoding="utf-8").split("\n\n")
+            if part.startswith("|")
+        ]
+        _, ((_, *columns), _, *marks), (_, _, *reasons) = tables
+        made = {name: of for name, *of in marks if name not in known or {*of[1:]} != {"–"}}
+        known |= made
+        why = {(name, column): reason for (name, column), reason in why.items() if name not in made}
+        why |= {(name, column): r for name, _, of, r in reasons for column in of.split(", ") if name in made}
+    return columns, known, why
 
 
 def works(model_type: str) -> str:
