@@ -134,9 +134,11 @@ fsdp2`, TRL and PEFT on it load on rank 0 (`cpu_ram_efficient_loading`), as `acc
 Confirmed by hand, with a script that needs nothing of this package (`benchmarks/reports/`):
 
 - `transformers_fsdp_tied_head.py`: transformers' FSDP trains a stale part of an embedding that is tied to the head,
-  where the vocabulary does not divide by the ranks (gpt2, bart): the loss is 4.32 and not 3.91 after one step;
+  where the vocabulary does not divide by the ranks (gpt2, bart, deberta): the loss is 4.32 and not 3.91 after one step;
 - `transformers_fsdp_chunked_files.py`: transformers' FSDP and its tp load wrong weights where files hold them fused
-  (hrm_text, kimi_linear, [all types](native_loading.md)): 24 of 35;
+  (hrm_text, kimi_linear, bailing_hybrid, [all types](native_loading.md)): 24 of 35;
+- `transformers_exaone_names.py`: transformers 5.24 saves EXAONE, opened by its own class, with Llama's configuration
+  and other names, and opens it with random weights;
 - `transformers_fsdp_buffers.py`: transformers' FSDP leaves a buffer that no file holds unfilled (falcon_h1): the loss
   is nan;
 - `transformers_fsdp_resume.py`: an optimizer's state is not read again where a parameter had no gradient (gemma3 and
