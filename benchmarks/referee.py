@@ -131,6 +131,10 @@ Accelerator drops FSDP on CPUs, so its state is told that it has it (`benchmarks
 operators of torch's context parallelism, which Accelerate uses, have none for CPUs, so it is not here. `accelerate
 fsdp2`, TRL and PEFT on it load on rank 0 (`cpu_ram_efficient_loading`), as `accelerate config` proposes.
 
+What is not right of this package, over all types: ShieldGemma 2, which transformers reopens with other weights;
+SqueezeBERT calls `layer.forward` past all hooks; in Switch Transformers an expert that gets no token in a step has a
+gradient of zeros here and none in one process, so that AdamW's momentum steps it.
+
 Confirmed by hand, with a script that needs nothing of this package (`benchmarks/reports/`):
 
 - `transformers_fsdp_tied_head.py`: transformers' FSDP trains a stale part of an embedding that is tied to the head,
