@@ -75,8 +75,8 @@ tried."""
 
 @cache
 def certificates() -> tuple[list[str], dict[str, list[str]], dict[tuple[str, str], str]]:
-    """What was compared, the marks of each type, and why one is refused or differs; of the newest transformers with
-    which a small model of it was made."""
+    """What was compared, the marks of each type, and why one is refused or differs. The newest transformers counts with
+    which a small model of a type was made."""
     columns: list[str] = []
     known: dict[str, list[str]] = {}
     why: dict[tuple[str, str], str] = {}

@@ -208,7 +208,7 @@ def _variants(senses: Batch, names: list[str], tiles: int) -> Iterator[Batch]:
     if len(pixels.shape) == 4:
         tiled = {"pixel_values": replace(pixels, shape=(ROWS, tiles, *pixels.shape[1:]))}
         mask = {"pixel_attention_mask": Spec(kind="value", value=torch.ones(ROWS, tiles, dtype=torch.bool))}
-        yield from (bare, senses | tiled, bare | tiled)
+        yield from (bare, senses | tiled, bare | tiled) if "image_sizes" in senses else (senses | tiled,)
         if "pixel_attention_mask" in names:
             yield bare | tiled | mask
     elif len(pixels.shape) == 2:

@@ -164,6 +164,7 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def plain_name(name: str) -> str:
+    """A name without what FSDP1 puts into it."""
     return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
 
 
@@ -239,7 +240,7 @@ def _step(model: nn.Module, gradients: Tensors) -> Tensors:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # the eps is larger than usual: a gradient of zero must not step by the sign of its rounding
+    """AdamW, its eps larger than usual: a gradient of zero must not step by the sign of its rounding."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
 
 
