@@ -43,8 +43,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
-import hf_fsdp_tools as ours
 from benchmarks.measuring import about, table_of
+from hf_fsdp_tools import Muon, live_weights
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.loading.fill import _share_of
@@ -55,6 +55,7 @@ from hf_fsdp_tools.loading.match import match_checkpoint
 from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, open_checkpoint, shard_model
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.routes import plan_buckets
 
@@ -72,7 +73,7 @@ MODELS = {
 def make_sparse(name: str, folder: Path) -> None:
     """A checkpoint with headers, and holes in the place of data."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = ours.build_meta_model(MODELS[name](), dtype=torch.bfloat16)
+    model = build_meta_model(MODELS[name](), dtype=torch.bfloat16)
     layout = plan_layout(model, None, "5GB")
     for file, header in layout.headers.items():
         with (folder / file).open("wb") as stream:
@@ -114,12 +115,12 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
         row[column].append(f"{1e6 * seconds / chunks:.0f}" if chunks else f"{seconds:.2f}")
         return found
 
-    checkpoint = timed("open", lambda: ours.open_checkpoint(folder))
-    model = ours.build_meta_model(checkpoint.config, dtype=torch.bfloat16)
-    plan = timed("plan", lambda: ours.make_wrap_plan(model))
+    checkpoint = timed("open", lambda: open_checkpoint(folder))
+    model = build_meta_model(checkpoint.config, dtype=torch.bfloat16)
+    plan = timed("plan", lambda: make_wrap_plan(model))
     watch, mesh = MemoryWatch(), init_device_mesh("cpu", (ranks,))
-    timed("shard", lambda: ours.shard_model(model, plan, mesh=mesh))
-    plain = ours.build_meta_model(checkpoint.config, dtype=torch.bfloat16)
+    timed("shard", lambda: shard_model(model, plan, mesh=mesh))
+    plain = build_meta_model(checkpoint.config, dtype=torch.bfloat16)
     timed("shard", lambda: [fully_shard(part, mesh=mesh) for part in (*plain.model.layers, plain)])
     match = timed("match", lambda: match_checkpoint(model, checkpoint.index))
     allocate(model, device=torch.device("cpu"), dtype=None)
@@ -141,12 +142,12 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
     writes = [replace(each, file=folder / each.file) for each in timed("writes", lambda: layout.transfers(own()))]
     row["writes"].append(f"{len(writes):,}")
     if is_whole := ranks >= 512:
-        timed("load", lambda: ours.load_weights(model, checkpoint.index, progress=False))
+        timed("load", lambda: load_weights(model, checkpoint.index, progress=False))
         timed("writes", lambda: write_transfers(writes, staging_bytes=STAGING_BYTES))  # zeros into the same holes
-    spread = (weights := ours.live_weights(model)).spread()
+    spread = (weights := live_weights(model)).spread()
     whole = {key: (Box.whole(each.symbol.shape), each.element) for key, each in weights.tensors.items()}
     buckets = timed("stream", lambda: plan_buckets((0,), whole, spread, ranks, 2**34))
-    muon = ours.Muon(model)
+    muon = Muon(model)
     row["Muon"].append(f"{sum(m.owner == ranks // 3 for m in timed('Muon', muon.ownership).matrices):,}")
     if is_whole:
         for parameter in model.parameters():

@@ -46,6 +46,14 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.replicated import clip_grad_norm_ as clip_grad_norm_
     from hf_fsdp_tools.sharding.sharding import Float8Policy as Float8Policy
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
+else:  # a type checker that saw it would let every name pass
+
+    def __getattr__(name: str) -> Any:
+        """Load the module that owns a public name when the name is first used (PEP 562)."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
 
 _NAMES_OF = {
     "background": ("wait_for_saves",),
@@ -82,13 +90,6 @@ _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in na
 __all__ = sorted(_MODULE_OF)  # a list of names, made from the table
 
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    """Load the module that owns a public name when the name is first used (PEP 562)."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

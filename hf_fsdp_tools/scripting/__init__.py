@@ -16,6 +16,14 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.running import run as run
     from hf_fsdp_tools.scripting.running import train as train
     from hf_fsdp_tools.scripting.tokenizer import load_tokenizer as load_tokenizer
+else:  # a type checker that saw it would let every name pass
+
+    def __getattr__(name: str) -> Any:
+        """Load the module that owns a name when the name is first used: `trl` and `datasets` come only then."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
 
 _NAMES_OF = {
     "arguments": ("ModelArguments", "parse_arguments"),
@@ -31,13 +39,6 @@ _NAMES_OF = {
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)  # a list of names, made from the table
-
-
-def __getattr__(name: str) -> Any:
-    """Load the module that owns a name when the name is first used: `trl` and `datasets` come only then."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
