@@ -95,14 +95,14 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
     rates: list[Sequence[str]] = []
     errors: dict[str, list[float]] = {}
     for row in rows:
-        memory, source = row.estimate(), row.entry["source"]
+        peak, source = row.estimate(), row.entry["source"]
         if gib := row.entry.get("gib"):
-            kinds = {"allocated": memory.peak_allocated, "reserved": memory.peak_reserved, "total": memory.total}
+            kinds = {"allocated": peak.peak_allocated, "reserved": peak.peak_reserved, "total": peak.total}
             estimated = kinds[row.entry["kind"]] / 2**30
             errors.setdefault("peak memory", []).append(estimated / float(gib) - 1)
             peaks.append((source, row.name, gib, f"{estimated:.1f}", f"{estimated / float(gib) - 1:+.1%}"))
         if row.tokens_per_second:
-            estimate = throughput_of(memory, efficiency=row.efficiency)
+            estimate = throughput_of(peak, efficiency=row.efficiency)
             rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
             is_fitted = row.entry.get("held_out", "yes") != "yes" and row.entry["era"] != "2022"
             for name in ("tokens per second", f"of these {'fitted' if is_fitted else 'in no fit'}"):

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,6 +56,7 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, open_checkpoint, shard_model
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.routes import plan_buckets
+from hf_fsdp_tools.testing import run_ranks
 
 COLUMNS = ("open", "plan", "shard", "match", "reads", "load", "layout", "writes", "stream", "Muon", "DCP", "memory")
 MODELS = {
@@ -103,8 +102,8 @@ def write_metadata(model: nn.Module, ranks: int, folder: Path) -> int:
 
 
 def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
-    """The row of a rank."""
-    torch.set_num_threads(1)
+    """The row of a rank; a function for `run_ranks`, whose group is not the one that it needs."""
+    dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
     row: dict[str, list[str]] = {"": [f"{name}, {ranks:,}"], **{column: [] for column in COLUMNS}}
 
@@ -170,18 +169,12 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=(8, 64, 512, 4096))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "scale"))
     parser.add_argument("--out", type=Path, help="the page")
-    parser.add_argument("--alone", action="store_true")
     args = parser.parse_args()
-    if args.alone:
-        print(json.dumps(one_rank(args.models[0], args.ranks[0], args.folder / args.models[0])))
-        return
     rows = list[dict[str, str]]()
     for name in args.models:
         make_sparse(name, args.folder / name)
-        for ranks in args.ranks:  # a process has one group
-            options = ("--models", name, "--ranks", str(ranks), "--folder", str(args.folder), "--alone")
-            run = subprocess.run([sys.executable, __file__, *options], stdout=subprocess.PIPE, check=True)
-            rows.append(json.loads(run.stdout.splitlines()[-1]))
+        for ranks in args.ranks:
+            rows += run_ranks(one_rank, 1, name, ranks, args.folder / name, timeout_s=900)
             print(rows[-1], flush=True)
     facts = about("benchmarks/scale.py", "cpu")
     head = "# The work of one rank of N\n\nWhat each column means is said at the top of `benchmarks/scale.py`."

@@ -2,6 +2,7 @@
 
     python benchmarks/stream.py                                   # CPU: 2 ranks, a dense model and a mixture of experts
     python benchmarks/stream.py --device cuda --records stream.jsonl                              # one GPU or more
+    python benchmarks/stream.py --models tiny --runs 1            # to try the script
 
 buckets              `live_weights(model, dtype=torch.bfloat16).buckets()`, to rank 0
 buckets, all ranks   the same to every rank, as for a server on each GPU (vLLM's colocate mode)
@@ -34,7 +35,6 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from trl.generation.vllm_generation import VLLMGeneration
 
 from benchmarks.measuring import (
     Page,
@@ -69,12 +69,13 @@ MODELS = {
         **_SIZES, hidden_size=1024, moe_intermediate_size=384, intermediate_size=2816, num_hidden_layers=6,
         num_experts=32, num_experts_per_tok=4,
     ),
+    "tiny": lambda: hf.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=128),
 }  # fmt: skip
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["dense", "experts"])
     add_page_options(parser, "hf_fsdp_tools-stream")
     return parsed_with_ranks(parser)
 
@@ -145,6 +146,8 @@ def buckets(model: nn.Module, to: tuple[int, ...] | None) -> Arrived:
 
 
 def by_trl(model: nn.Module) -> Arrived:
+    from trl.generation.vllm_generation import VLLMGeneration
+
     sync: Any = object.__new__(VLLMGeneration)  # vLLM itself is not needed for its loop
     sync.model, sync._dist = model, SimpleNamespace(is_fsdp=True, fsdp_version=2)
     sync.accelerator = SimpleNamespace(device=next(model.parameters()).device)

@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                                            # CPU: 2 ranks, a small model
     python benchmarks/training.py --device cuda --models 1b 8b --records training.jsonl            # one GPU or more
+    python benchmarks/training.py --models tiny --steps 5 --runs 1           # to try the script
 
 hf_fsdp_tools              `recipes/finetune.py` under a file of `hf-fsdp config`
 TRL                        TRL's own `trl/scripts/sft.py` under the `fsdp2.yaml` that TRL ships. In a world of one
@@ -52,18 +53,19 @@ CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
 LIMIT_S = 600
 _WARM_UP = 4  # steps that are not timed
 SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
+TINY = {"hidden_size": 64, "num_layers": 2, "vocab_size": 512}
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=["small", "1b", "8b"], help="small on CPUs, 1b on GPUs")
+    parser.add_argument("--models", nargs="+", choices=["tiny", "small", "1b", "8b"], help="small on CPUs, 1b on GPUs")
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--steps", type=int, default=12, help="of which the first four are not timed")
     add_page_options(parser, "hf_fsdp_tools-training")
     args = parsed_with_ranks(parser)
     on_gpu = args.device == "cuda"
     args.models = args.models or (["1b"] if on_gpu else ["small"])
-    args.seq_len = 4096 if on_gpu else 512
+    args.seq_len = 64 if args.models == ["tiny"] else 4096 if on_gpu else 512
     return args
 
 
@@ -89,8 +91,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def checkpoint(model: str, args: argparse.Namespace) -> Path:
     """A folder with weights and the demo's tokenizer."""
     folder: Path = args.folder / model
-    if model == "small":
-        return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **SMALL))
+    if sizes := {"small": SMALL, "tiny": TINY}.get(model):
+        return make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **sizes)
     if not folder.is_dir():
         run_ranks(make_checkpoint, 1, model, 0, folder, timeout_s=900)
         tokenizer = make_demo_model(args.folder / "tokenizer")

@@ -36,12 +36,12 @@ def parsed() -> argparse.Namespace:
         "--folder", type=Path, help="for checkpoints of 16 GB (default: /dev/shm, else a temporary one)"
     )
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--forecast", action="store_true")
+    parser.add_argument("--forecast", type=Path, nargs="?", const=FORECAST, help="only estimate, into this file")
     parser.add_argument("--train", nargs="*", help=argparse.SUPPRESS)  # the child
     return parser.parse_args()
 
 
-def foresee() -> None:
+def foresee(output: Path, *, tiny: bool) -> None:
     """Write what the package's estimates say of all cases."""
     from benchmarks.gpu.cases import CASES, LENGTH, config_of
     from hf_fsdp_tools import estimate_memory
@@ -50,12 +50,12 @@ def foresee() -> None:
     found: dict[str, dict[str, Any]] = {}
     for gpu in GPUS:
         for name, case in CASES.items():
-            setup = {"max_length": LENGTH, "num_processes": 1, "gpu": gpu, "loss": "full", "max_grad_norm": None}
-            memory = estimate_memory(config_of(case, tiny=False), **setup | case.setup)
+            setup: dict[str, Any] = {"max_length": LENGTH, "num_processes": 1, "gpu": gpu, "loss": "full"}
+            memory = estimate_memory(config_of(case, tiny=tiny), **setup | case.setup | {"max_grad_norm": None})
             peaks = {"alloc_gb": memory.peak_allocated / 1e9, "reserved_gb": memory.peak_reserved / 1e9}
             values = {"tokens_s": round(throughput_of(memory).tokens_per_second_per_gpu)}
             found.setdefault(gpu, {})[name] = values | {key: round(value, 3) for key, value in peaks.items()}
-    FORECAST.write_text(json.dumps(found, indent=1) + "\n")
+    output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def train(options: argparse.Namespace) -> None:
@@ -131,7 +131,7 @@ def table(rows: dict[str, dict[str, Any]], foreseen: dict[str, Any]) -> list[str
 def main() -> None:
     options = parsed()
     if options.forecast:
-        foresee()
+        foresee(options.forecast, tiny=options.tiny)
         return
     if options.train is not None:
         train(options)

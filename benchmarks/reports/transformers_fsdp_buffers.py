@@ -19,3 +19,4 @@ for config in (None, DistributedConfig(fsdp_size=2)):
     model = FalconH1ForCausalLM.from_pretrained("falcon", distributed_config=config)
     buffer = model.model.layers[0].mamba.mup_vector.flatten()[:4].tolist()
     print("sharded" if config else "plain", model(input_ids=ids, labels=ids).loss.item(), buffer)
+dist.destroy_process_group()

@@ -20,3 +20,4 @@ sharded = HrmTextForCausalLM.from_pretrained(
 ).named_parameters()
 wrong = [name for name, shard in sharded if not shard.full_tensor().equal(plain[name])]
 print(f"{len(wrong)} of {len(plain)} weights differ from those of plain from_pretrained, {wrong[:1]} first")
+dist.destroy_process_group()

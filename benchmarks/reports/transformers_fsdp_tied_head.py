@@ -26,3 +26,4 @@ for model in (plain, sharded):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward(), optimizer.step(), optimizer.zero_grad()
         print("plain" if model is plain else "sharded", step, loss.item())
+dist.destroy_process_group()
