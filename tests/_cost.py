@@ -7,6 +7,7 @@ run prints its own figures beside the table's; nothing fails by them, for no mac
 """
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ class Costs:
             Path(path).write_text(json.dumps({k: round(self.spent[k], 1) for k in dearest}, indent=0) + "\n")
 
 
-def in_order(items: list[pytest.Item]) -> None:
-    """Sort tests by the cost of their file, dearest first; files that the table does not know come last."""
+def in_order(items: list[pytest.Item], seed: int | None) -> None:
+    """Sort tests by the cost of their file, dearest first; files that the table does not know come last. With a seed,
+    files come in an order drawn by it."""
     table = json.loads(TABLE.read_text())
-    items.sort(key=lambda item: -table.get(str(item.path.relative_to(TABLE.parent)), 0.0))
+    places = {path: -table.get(str(path.relative_to(TABLE.parent)), 0.0) for path in {item.path for item in items}}
+    if seed is not None:
+        places = dict(zip(sorted(places), random.Random(seed).sample(range(len(places)), len(places)), strict=True))
+    items.sort(key=lambda item: places[item.path])

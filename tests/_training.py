@@ -1,6 +1,6 @@
 """What tests of training share: rows, a loop, Accelerators as in a new process, TrainingArguments, gathered weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
@@ -66,6 +66,46 @@ def train(
         optimizer.zero_grad()
         losses.append((loss if accelerator is None else accelerator.reduce(loss.detach(), "mean")).item())
     return losses
+
+
+Run = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""The loss of each step, the weights after the first, and after the last."""
+
+
+def by_hand(
+    folder: Path,
+    steps: Sequence[Sequence[dict[str, torch.Tensor]]],
+    masters: torch.dtype,
+    compute: torch.dtype,
+    *,
+    clip: float,
+    scale: float = 1.0,
+) -> Run:
+    """One process that does what FSDP promises: each rank's batch of a step forward and backward in `compute`, its loss
+    times `scale`, gradients averaged in fp32, a step of the masters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute).to(local_device()).train()
+    exact = AutoModelForCausalLM.from_pretrained(folder).to(local_device())
+    copies = [nn.Parameter(parameter.detach().to(masters)) for parameter in exact.parameters()]
+    optimizer = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
+    names = [name for name, _ in model.named_parameters()]
+    losses, first = [], {}
+    for parts in steps:
+        mean, total = [torch.zeros_like(p, dtype=torch.float32) for p in copies], 0.0
+        for batch in parts:
+            loss = model(**on_device(batch)).loss
+            for sum_, gradient in zip(mean, torch.autograd.grad(loss * scale, list(model.parameters())), strict=True):
+                sum_ += gradient.float() / scale / len(parts)
+            total += loss.item() / len(parts)
+        for master, gradient in zip(copies, mean, strict=True):
+            master.grad = gradient.to(masters)
+        nn.utils.clip_grad_norm_(copies, clip)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), copies, strict=True):
+                parameter.copy_(master)
+        losses.append(total)
+        first = first or {name: p.detach().float().cpu().clone() for name, p in zip(names, copies, strict=True)}
+    return losses, first, {name: p.detach().float().cpu() for name, p in zip(names, copies, strict=True)}
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:

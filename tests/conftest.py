@@ -48,6 +48,7 @@ for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this mach
 def pytest_addoption(parser: pytest.Parser) -> None:
     said = "write the CPU seconds of each file, for tests/durations.json"
     parser.addoption("--durations-to", metavar="FILE", help=said)
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="the files in an order that the seed draws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +57,28 @@ def pytest_configure(config: pytest.Config) -> None:
         start_ranks_warm(False)  # the suite does not depend on what the warm server leaves to its ranks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    in_order(items)
+SMOKE = ("test_architecture.py", "unit/test_documents.py", "unit/test_arguments.py", "unit/test_setups.py")
+SMOKE += ("ranks/test_shard.py",)
+"""The tests before a commit, `pytest -m smoke`: no other file is imported."""
+
+
+def is_smoke(path: Path) -> bool:
+    return str(path.relative_to(Path(__file__).parent)) in SMOKE
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_file = collection_path.suffix == ".py" and collection_path.is_relative_to(Path(__file__).parent)
+    return True if is_file and config.getoption("markexpr") == "smoke" and not is_smoke(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_smoke(item.path) and not any(item.iter_markers("nightly")):
+        item.add_marker("smoke")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    in_order(items, config.getoption("shuffle"))
 
 
 def pytest_collection_finish() -> None:

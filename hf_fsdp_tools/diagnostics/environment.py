@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 
@@ -20,25 +21,19 @@ from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import table
 
-_REQUIRED = {
-    "torch": ("2.11", "2.15"),
-    "transformers": ("5.15", "5.24"),
-    "accelerate": ("1.13", "1.15"),
-    "safetensors": ("0.6", None),
-    "huggingface_hub": ("1.0", None),
+_NEWEST = {
+    "torch": "2.15",
+    "transformers": "5.24",
+    "accelerate": "1.15",
+    "safetensors": None,
+    "huggingface_hub": None,
+    "peft": "0.21",
+    "trl": "1.16",
+    "datasets": "5.2",
+    "bitsandbytes": "0.50",
 }
-"""(oldest, newest) version of each required package with which tests have run. The whole suite: `constraints.txt`, the
-newest together (torch 2.15.0, transformers 5.23.0), torch 2.11.0 with transformers 5.17.0, 2.13.0 with 5.24.0. The
-core's tests: transformers 5.15.0 with Accelerate 1.13.0 (docs/guide.md has what is missing there). None accepts any
-version from the oldest of pyproject.toml on."""
-
-_OPTIONAL: dict[str, tuple[str, str | None]] = {
-    "peft": ("0.21", "0.21"),
-    "trl": ("1.16", "1.16"),
-    "datasets": ("5.2", "5.2"),
-    "bitsandbytes": ("0.50", "0.50"),
-}
-"""The same of packages that are used where they are installed."""
+"""The newest version of each package with which the whole suite has run (`.ci/run newest`); None accepts any. The
+oldest are the bounds in this package's metadata, with which it has run, too (`.ci/run oldest`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +66,13 @@ def check_environment() -> Environment:
 
     Nothing is communicated, no process group is started, and no package but torch is imported.
     """
-    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    versions = {name: _version(name) for name in _NEWEST}
     known = ("gloo", "nccl", "xccl", "hccl", "mpi") if dist.is_available() else ()
     backends = tuple(name for name in known if dist.is_backend_available(name))
     findings = [*_check_packages(versions), *_check_devices(backends), *_check_network()]
     return Environment(
         versions=versions,
-        tried={**_REQUIRED, **_OPTIONAL},
+        tried={name: (least, _NEWEST[name]) for name, (least, _) in _bounds().items()},
         devices=_devices(),
         backends=backends,
         findings=by_severity(findings),
@@ -109,6 +104,12 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: WrapPolicy | N
     return replace(diagnosis, findings=findings)
 
 
+def _bounds() -> dict[str, tuple[str, bool]]:
+    """The lower bound of each package, and whether it must be there: no extra asks for it."""
+    declared = {each.name.replace("-", "_"): each for each in map(Requirement, requires("hf_fsdp_tools") or ())}
+    return {name: (next(iter(declared[name].specifier)).version, declared[name].marker is None) for name in _NEWEST}
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -133,7 +134,7 @@ def _described(device: torch.device) -> str:
 def untried_versions(*names: str) -> Iterator[Finding]:
     """Yield a warning for each of the packages `names` whose version is later than all tested ones."""
     for name in names:
-        (least, last), found = (_REQUIRED | _OPTIONAL)[name], _version(name)
+        least, last, found = _bounds()[name][0], _NEWEST[name], _version(name)
         if found and last and Version(found).release[:2] > Version(last).release:
             tried = last if least == last else f"{least} to {last}"
             yield warning(
@@ -144,9 +145,9 @@ def untried_versions(*names: str) -> Iterator[Finding]:
 
 
 def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
-    for name, (least, _) in _REQUIRED.items():
+    for name, (least, is_required) in _bounds().items():
         found = versions[name]
-        if found is None or Version(found).release < Version(least).release:
+        if is_required if found is None else Version(found).release < Version(least).release:
             yield error(
                 code="package-missing" if found is None else "version-too-old",
                 fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",

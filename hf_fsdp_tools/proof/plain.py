@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
 from hf_fsdp_tools.sharding.injection import names_as_saved
@@ -83,6 +84,8 @@ class Figures:
     chosen: dict[str, list[Choices]] = field(default_factory=dict)
     """The experts of each kind and batch, in training."""
     chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
+    others: "list[Figures]" = field(default_factory=list)
+    """Below fp32, the same with sums in another order, and with the same experts: how far right results are apart."""
 
 
 # ---- one forward pass ----
@@ -173,6 +176,15 @@ def plain_name(name: str) -> str:
 
 def plain_figures(case: Case, precision: str) -> Figures:
     """What the plain model computes of the batches of all ranks."""
+    figures = _figures(case, precision)
+    for share in SHARES if precision != "fp32" else ():
+        with summed_in_parts(share):
+            figures.others.append(_figures(case, precision, figures))
+    return figures
+
+
+def _figures(case: Case, precision: str, before: Figures | None = None) -> Figures:
+    """What the plain model computes; with the experts that it chose `before`."""
     model, dtype = load_plain(case), PRECISIONS[precision]
     kept = {name for name, p in load_plain(case, dtype=dtype).named_parameters() if p.dtype == torch.float32}
     for name, parameter in model.named_parameters():
@@ -184,14 +196,16 @@ def plain_figures(case: Case, precision: str) -> Figures:
     for kind in case.batches:
         silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
         figures.outputs[kind] = []
-        for batch in silent:
-            with choices(model, names_of(model)) as made:
+        for i, batch in enumerate(silent):
+            given = before.chosen_in_evaluation[kind][i] if before else None
+            with choices(model, names_of(model), given) as made:
                 figures.outputs[kind].append(evaluate(model, batch))
             figures.chosen_in_evaluation.setdefault(kind, []).append(made.once())
         total = figures.gradients.setdefault(kind, {})
         batches = case.batches_of(kind, precision)
-        for batch in batches:
-            with noted_modules(model) as modules, choices(model, names_of(model)) as made:
+        for i, batch in enumerate(batches):
+            given = before.chosen[kind][i] if before else None
+            with noted_modules(model) as modules, choices(model, names_of(model), given) as made:
                 loss = loss_of(forward(model.train(case.is_training), batch))
             figures.chosen.setdefault(kind, []).append(made.once())
             figures.modules = figures.modules or modules
@@ -209,7 +223,7 @@ def plain_figures(case: Case, precision: str) -> Figures:
     figures.accumulated = {
         name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
     }
-    figures.stepped = _step(load_plain(case), figures.accumulated)
+    figures.stepped = _step(load_plain(case), figures.accumulated) if precision == "fp32" else {}
     return figures
 
 

@@ -243,7 +243,7 @@ def examine_on_rank(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, by precision; every rank must call."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
     return {
-        precision: examine(case, load_sharded(case, precision), precision, figures, plain["fp32"])
+        precision: examine(case, load_sharded(case, precision), precision, figures, plain["fp32"].state)
         for precision, figures in plain.items()
     }
 

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools.proof import compare
-from hf_fsdp_tools.proof.plain import Case, Figures, evaluate, forward, loss_of, outputs_of
+from hf_fsdp_tools.proof.plain import Case, Figures, Tensors, evaluate, forward, loss_of, outputs_of
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.sharding.sharding import sharding_of
 
 
-def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
+def examine_sharded(case: Case, precision: str, plain: Figures, state: Tensors) -> dict[str, Any]:
     """Outcome and largest difference of each check, and units gathered, on this rank; every rank must call."""
     model = compare.load_sharded(case, precision)
     row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
-    seen = compare.examine(case, model, precision, plain, exact)
+    seen = compare.examine(case, model, precision, plain, state)
     seen.pop("module")
     gathered, batch = Gathered(), case.batches_of("rows", "fp32")[dist.get_rank() // case.dims.ranks_per_row]
     with gathered.counted():

@@ -48,7 +48,6 @@ EXPLAINED = {
     "fnet": "CPUs have no Fourier transform in bf16",
     "grounding-dino": _UNSET,
     "mm-grounding-dino": _UNSET,
-    "muse_spark": "by a rounding of fp32",
     "fast_vlm": "batch norms keep statistics of each rank's own rows, as in all data parallelism",
 }
 """Why types differ, found by hand with transformers 5.23 and 5.24."""

@@ -106,7 +106,7 @@ def examine_plain(
 def examine_on_ranks(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, beside the plain model."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
-    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"]) for precision in plain}
+    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"].state) for precision in plain}
     rows |= {precision: {"runs": fault_of(case, precision)} for precision in PRECISIONS if precision not in plain}
     return {f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}
 

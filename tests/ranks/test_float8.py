@@ -41,6 +41,7 @@ from hf_fsdp_tools.extensions import float8
 from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.proof.rounding import MULTIPLE
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
@@ -365,12 +366,13 @@ def words_of_accelerate(folder: Path) -> None:
 
 
 def rows_shared_by_ranks(folder: Path) -> None:
-    """Context parallelism: each rank's part of a row has a scale of its own, so values differ by FP8's rounding."""
+    """Context parallelism: each rank's part of a row has a scale of its own, so values differ by FP8's rounding, which
+    is what FP8 differs by without ranks that share rows."""
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
-    model, alone = load(folder, "fp8", mesh=mesh), load(folder, "bf16", mesh=mesh)
+    models = (load(folder, "fp8", mesh=mesh), load(folder, "fp8"), load(folder, "bf16"))
     with torch.no_grad():
-        found, expected = (each(IDS[:2], labels=IDS[:2]).loss.item() for each in (model, alone))
-    assert found == pytest.approx(expected, rel=1e-2) and found != expected
+        found, alone, exact = (each(IDS[:2]).logits.float() for each in models)
+    assert 0 < (found - exact).abs().max() <= MULTIPLE * (alone - exact).abs().max()
 
 
 def assert_same_pass(model: Any, reference: Any, own: slice) -> None:

@@ -21,9 +21,11 @@ from transformers import (
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import local_device
+from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
+from tests._rounding import assert_near
 from tests._training import arguments, logged, num_units
 
 trl = pytest.importorskip("trl")
@@ -189,9 +191,9 @@ def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tm
             assert len(expected[task]) == STEPS
             close(rank[f"{task}, {route}"], expected[task], msg=f"{task}, {route}")
     if not fast:
-        in_bf16 = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
+        alone = with_rounding(partial(_in_bf16, False, checkpoints, tmp_path, per_device_train_batch_size=4))
         for rank in found:
-            close(rank["bf16"], in_bf16, rtol=2e-3, atol=0.0)  # 7e-4 as measured
+            assert_near(rank["bf16"], *alone)
 
 
 # ---- reference models ----

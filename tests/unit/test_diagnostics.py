@@ -129,10 +129,10 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
 
 
 def test_a_version_later_than_any_that_was_tried_and_a_torch_without_its_device_are_warned_of(monkeypatch):
-    assert not list(environment.untried_versions(*environment._REQUIRED)), "the tests run with tried versions"
+    assert not list(environment.untried_versions(*environment._NEWEST)), "the tests run with tried versions"
     monkeypatch.setattr(environment, "_version", {"accelerate": "1.16.0", "transformers": "5.24.1"}.get)
-    monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.17", "5.23"))
-    monkeypatch.setitem(environment._REQUIRED, "accelerate", ("1.15", "1.15"))
+    monkeypatch.setattr(environment, "_bounds", lambda: {"transformers": ("5.17", True), "accelerate": ("1.15", True)})
+    monkeypatch.setattr(environment, "_NEWEST", {"transformers": "5.23", "accelerate": "1.15"})
     accelerate, transformers = environment.untried_versions("accelerate", "transformers")
     assert accelerate.severity == "warning"
     assert "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
@@ -169,16 +169,20 @@ def test_the_environment_of_the_tests_is_fit_and_the_doctor_needs_what_the_packa
         if last is not None:
             assert Version(least) <= Version(pinned[name]) < Version(f"{last}.99"), "CI runs with these"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = dict(requirement.split(">=") for requirement in project["dependencies"])
-    least = {name: versions[0] for name, versions in environment._REQUIRED.items()}
-    assert least.items() <= declared.items()
+    extras = project["optional-dependencies"]
+    declared = dict(each.split(">=") for each in (*project["dependencies"], *extras["recipes"], *extras["qlora"]))
+    assert {name: least for name, (least, _) in found.tried.items()}.items() <= declared.items()
+
+
+BOUNDS = environment._bounds()
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "code", "cure"),
     [
-        ("_REQUIRED", {"torch": ("99.1", None)}, "version-too-old", 'pip install "torch>=99.1"'),
-        ("_REQUIRED", {"no-such-package": ("1.0", None)}, "package-missing", 'pip install "no-such-package>=1.0"'),
+        ("_bounds", lambda: BOUNDS | {"torch": ("99.1", True)}, "version-too-old", 'pip install "torch>=99.1"'),
+        ("_bounds", lambda: BOUNDS | {"peft": ("99.1", False)}, "version-too-old", 'pip install "peft>=99.1"'),
+        ("_version", {"torch": "2.13.0"}.get, "package-missing", 'pip install "huggingface_hub>=1.31"'),
         ("dist.is_available", lambda: False, "no-backend", "Install a torch with them"),
     ],
 )
