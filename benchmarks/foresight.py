@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.foreseeing import memory
 from benchmarks.foreseeing.cases import CASES, SIZES
 from benchmarks.foreseeing.published import START, Row, fit, read_rows
-from benchmarks.measuring import table_of
+from benchmarks.measuring import state_of_the_code, table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.testing import hide_gpus
 
@@ -71,7 +71,7 @@ def run_published(args: argparse.Namespace) -> None:
 
 def measured_report(records: Sequence[dict[str, Any]]) -> str:
     """Real trainings: on CPUs every allocation counted, on a device the counts of PyTorch's caching allocator."""
-    lines = ["# Memory: estimated beside measured", ""]
+    lines = ["# Memory: estimated beside measured", "", state_of_the_code(), ""]
     for device in dict.fromkeys((record["device"], record["measured"].get("device", "CPUs")) for record in records):
         some = [each for each in records if (each["device"], each["measured"].get("device", "CPUs")) == device]
         kinds = [key for key in some[0]["estimated"] if key != "held"]
@@ -108,7 +108,8 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
             for name in ("tokens per second", f"of these {'fitted' if is_fitted else 'in no fit'}"):
                 errors.setdefault(name, []).append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
-    lines = ["# Published trainings and what was estimated", "", "Errors are estimated over published, less 1.", ""]
+    lines = ["# Published trainings and what was estimated", "", state_of_the_code(), ""]
+    lines += ["Errors are estimated over published, less 1.", ""]
     lines += table_of(
         ("figure", "number", "mean error", "median", "bias", "90 % below", "worst"),
         [_summary(name, some) for name, some in errors.items()],

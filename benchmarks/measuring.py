@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -85,6 +86,13 @@ def reason(failure: str) -> str:
     return [lines[0], *errors][-1][:160].replace("|", "/")
 
 
+def state_of_the_code() -> str:
+    """The line of a page that says with which commit, and when, it was made."""
+    words = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=, changed"]
+    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return f"> The code was that of commit {done.stdout.strip() or 'unknown'}, {date.today()}."
+
+
 def about(script: str, device: str) -> dict[str, str]:
     """The command of this run, of absolute paths the last part; the day, the versions and the machine, in words."""
     words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
@@ -92,7 +100,7 @@ def about(script: str, device: str) -> dict[str, str]:
     versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
     ranks = f"{num_gpus()} GPUs, NCCL" if device == "cuda" else "gloo on the CPU"
     machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, {ranks}"
-    where = f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}."
+    where = f"{state_of_the_code()}\n\nhf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}."
     return {"where": where, "command": shlex.join(["python", script, *words])}
 
 

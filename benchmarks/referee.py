@@ -27,7 +27,7 @@ from importlib.metadata import version
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
-from benchmarks.measuring import Row, table_of
+from benchmarks.measuring import Row, state_of_the_code, table_of
 from hf_fsdp_tools.testing import PRELOAD, hide_gpus, run_cases, run_ranks
 
 LIMIT_S = 120.0
@@ -167,7 +167,14 @@ def page(rows: Sequence[Row], names: Sequence[str]) -> str:
         of = Counter(CHECKS[check] for row in own if row["verdict"] == "wrong" for check in row["wrong"])
         said = ", ".join(f"{check} {number}" for check, number in of.items())
         totals.append([name, *(str(count[verdict] or "") for verdict in VERDICTS), said])
-    lines = ["# The referee", "", "What the words mean stands at the top of `benchmarks/referee.py`.", ""]
+    lines = [
+        "# The referee",
+        "",
+        state_of_the_code(),
+        "",
+        "What the words mean stands at the top of `benchmarks/referee.py`.",
+        "",
+    ]
     lines += [f"{versions}; {len(types)} types. {NOTES}", ""]
     lines += table_of(["", *VERDICTS, "wrong in"], totals)
     letters = {"right": "·", "wrong": "**W**", "refuses": "r", "crashes": "C", "hangs": "H", "takes no part": ""}

@@ -177,9 +177,10 @@ def main() -> None:
             rows += run_ranks(one_rank, 1, name, ranks, args.folder / name, timeout_s=900)
             print(rows[-1], flush=True)
     facts = about("benchmarks/scale.py", "cpu")
-    head = "# The work of one rank of N\n\nWhat each column means is said at the top of `benchmarks/scale.py`."
+    head = "# The work of one rank of N"
+    meaning = "What each column means is said at the top of `benchmarks/scale.py`."
     table = "\n".join(table_of(list(rows[0]), [list(row.values()) for row in rows]))
-    page = "\n\n".join([head, facts["where"], f"`{facts['command']}`", table])
+    page = "\n\n".join([head, facts["where"], meaning, f"`{facts['command']}`", table])
     print(page)
     if args.out:
         args.out.write_text(page + "\n")

@@ -28,6 +28,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -63,7 +64,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of which the first four are not timed")
     add_page_options(parser, "hf_fsdp_tools-training")
     args = parsed_with_ranks(parser)
-    on_gpu = args.device == "cuda"
+    on_gpu, args.folder = args.device == "cuda", args.folder.resolve()  # trainings run in folders of their own
     args.models = args.models or (["1b"] if on_gpu else ["small"])
     args.seq_len = 64 if args.models == ["tiny"] else 4096 if on_gpu else 512
     return args
@@ -143,7 +144,8 @@ def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse
             return {"failed": f"not done after {LIMIT_S} s"}
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]*.json"))]
     if len(ranks) < cell["ranks"]:
-        errors = [line for line in done.stderr.splitlines() if line.split(":")[0].split(".")[-1].endswith("Error")]
+        lines = re.sub(r"^\[rank\d+\]: ", "", done.stderr, flags=re.MULTILINE).splitlines()
+        errors = [line for line in lines if line.split(":")[0].split(".")[-1].endswith("Error")]
         told = [line for line in errors if "CalledProcessError" not in line and "ChildFailed" not in line]
         return {"failed": [done.stderr[-160:].replace("\n", " "), *told][-1][:200].replace("|", "/")}
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]

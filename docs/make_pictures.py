@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the documentation from the package's own predictions.
+"""Make the pictures of the README and the documentation from committed measurements and the package's own plans.
 
     pip install -e '.[plots]' && python docs/make_pictures.py
 
@@ -8,38 +8,46 @@ that of the run that `paste.py --record` kept.
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-from drawing import (
-    draw_comparison,
-    draw_units,
-    memory_timeline,
-)
+from drawing import draw_measured, draw_units
 from models import CONFIGS
 
-from hf_fsdp_tools.foresight.forecast import Forecast, step_of
-from hf_fsdp_tools.foresight.memory import memory_of
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.efficiency import Durations, efficiency_of
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.plots import draw_losses, save
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 RUN = ROOT / "docs" / "records" / "finetune.json"
+RESULTS = ROOT / "benchmarks" / "results"
+CONTESTANTS = {
+    "hf_fsdp_tools fsdp": "hf_fsdp_tools",
+    "accelerate fsdp2, every rank loads": "Accelerate, FSDP2",
+    "transformers fsdp": "transformers, native",
+}
+"""Rows of the referee, and how the picture names them."""
+LOADERS = {
+    "hf_fsdp_tools": "hf_fsdp_tools",
+    "transformers native, then written once": "transformers, native",
+    "accelerate FSDP2, RAM-efficient": "Accelerate, RAM-efficient",
+    "accelerate FSDP2, every rank loads all": "Accelerate, every rank loads all",
+    "torch DCP HuggingFaceStorageReader": "torch DCP reader, two buffers wrong",
+}
+"""Rows of the benchmark of loading, likewise."""
+ABOVE = "above the shards MB by rank (mapped files)"
 
 
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="plan, loss, wrapping; all without a name")
+    parser.add_argument("names", nargs="*", help="plan, loss, measured; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
-    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step()):
+    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_results()):
         if not wanted or name in wanted:
             path = FOLDER / f"{name}.svg"
             save(figure, path)
@@ -65,28 +73,43 @@ def pictures_of_a_run() -> Iterator[tuple[str, Any]]:
     yield "loss", draw_losses(runs, title=title, setting=setting)
 
 
-def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
-    """Yield the name and the picture of the memory of Llama-3.1-8B on 8 H100."""
-    title = "Estimated: Llama-3.1-8B on 8 × H100-80GB, 1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
-    forecasts = {name: forecast(wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
-    lines = {
-        name: memory_timeline(each.step.events, each.step.resident, durations(each.setup).seconds)
-        for name, each in forecasts.items()
+def pictures_of_results() -> Iterator[tuple[str, Any]]:
+    """Yield the name and the picture of what the package and others were measured at."""
+    yield "measured", draw_measured(trained(), loaded())
+
+
+def rows_of(name: str, title: str = "# ") -> dict[str, dict[str, str]]:
+    """The first table under a title of a page of results: each row's cells by column, by the row's first cell."""
+    _, _, after = (RESULTS / name).read_text().partition(title)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table_in(after)]
+    return {name: dict(zip(lines[0][1:], cells, strict=True)) for name, *cells in lines[2:]}
+
+
+def table_in(text: str) -> list[str]:
+    """The lines of the first table of a text."""
+    lines = [*dropwhile(lambda line: not line.startswith("|"), text.splitlines())]
+    return [*takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def trained() -> dict[str, dict[str, int]]:
+    """How many model types were right, wrong, refused and crashed, of each contestant of the referee."""
+    rows, words = rows_of("referee_fsdp.md"), ("right", "wrong", "refuses", "crashes")
+    shown = ("right", "silently wrong", "refused", "crashed")
+    return {
+        name: {own: int(rows[row][word] or 0) for own, word in zip(shown, words, strict=True)}
+        for row, name in CONTESTANTS.items()
     }
-    limit = memory_of(forecasts["hybrid"]).limit_bytes
-    yield "wrapping", draw_comparison(lines, model=title, limit_bytes=limit)
 
 
-def forecast(wrapping: Any) -> Forecast:
-    """One step of Llama-3.1-8B."""
-    fields: dict[str, Any] = {"max_length": 8192, "activation_checkpointing": True, "wrapping": wrapping}
-    return step_of(CONFIGS["Llama-3.1-8B"], TrainingSetup(num_processes=8, gpu="h100-80gb", **fields))
-
-
-def durations(setup: TrainingSetup) -> Durations:
-    """The time of each kernel."""
-    gpu = gpu_named(setup.gpu)
-    return Durations(setup, gpu, efficiency_of(gpu))
+def loaded() -> dict[str, tuple[float, str]]:
+    """Most MB of a rank above its shards where the page cache is warm, and time next to ours, warm and cold."""
+    warm, cold = (
+        rows_of("load.md", f"## dense, 3.00 GB of bf16, stored, {cache} cache, 2 ranks") for cache in ("warm", "cold")
+    )
+    memory = {row: max(map(float, re.findall(r"\d+", warm[row][ABOVE].partition("(")[0]))) for row in LOADERS}
+    times = {row: [f"{float(cells[row]['÷ ours']):.1f}" for cells in (warm, cold)] for row in LOADERS}
+    notes = {row: f"time {first} × ours (cold cache {second})" for row, (first, second) in times.items()}
+    return {name: (memory[row], notes[row] if row != name else "time 1") for row, name in LOADERS.items()}
 
 
 if __name__ == "__main__":
