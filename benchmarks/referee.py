@@ -210,7 +210,9 @@ def main() -> None:
     args = parser.parse_args()
     hide_gpus()
     set_forkserver_preload([*PRELOAD, "benchmarks.refereeing.contestants"])
-    from benchmarks.refereeing.contestants import CONFIG_MAPPING, CONTESTANTS, model_classes
+    from transformers import CONFIG_MAPPING
+
+    from benchmarks.refereeing.contestants import CONTESTANTS, model_classes
 
     names, done = args.contestants or list(CONTESTANTS), written(args.output)
     types = args.only or [name for name in sorted(CONFIG_MAPPING) if model_classes(name)]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, merge_fsdp_weights
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -118,8 +118,9 @@ def save_ours(model: nn.Module, job: Job) -> None:
 
 def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
     """Ours in the background, and nothing done meanwhile."""
-    options = {"dtype": STORED, "max_shard_size": job.file_bytes, "blocking": False}
-    report = hf_fsdp_tools.save_pretrained(model, job.target, **options)
+    report = hf_fsdp_tools.save_pretrained(
+        model, job.target, dtype=STORED, max_shard_size=job.file_bytes, blocking=False
+    )
     hf_fsdp_tools.wait_for_saves()
     return {"pause": report.pause_seconds}
 
@@ -179,7 +180,7 @@ def save_dcp(model: nn.Module, job: Job) -> None:
     state = cast(state)
     options: dict[str, Any] = {"fqn_to_index_mapping": file_of_each(state, job.file_bytes), "save_distributed": True}
     options |= {"enable_consolidation": True, "thread_count": _THREADS, "thread_count_consolidation": _THREADS}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
+    save_state(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
     save_configs(model, job.target)
 
 

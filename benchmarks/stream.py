@@ -138,7 +138,7 @@ def buckets(model: nn.Module, to: tuple[int, ...] | None) -> Arrived:
     weights = live_weights(model, dtype=torch.bfloat16)
     while True:
         yield [], 0
-        names, num_bytes = [], 0
+        names, num_bytes = list[str](), 0
         for bucket in weights.buckets(BUCKET_BYTES, to=to):
             names += bucket
             num_bytes += sum(looked_at(tensor) for tensor in bucket.values())

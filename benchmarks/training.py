@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,14 @@ from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
+TRL_FOLDER = Path(str(distribution("trl").locate_file("trl")))
 SCRIPT = "benchmarks/training.py"
 TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
 LIMIT_S = 600
 _WARM_UP = 4  # steps that are not timed
-SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
-TINY = {"hidden_size": 64, "num_layers": 2, "vocab_size": 512}
+SMALL: dict[str, Any] = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
+TINY: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "vocab_size": 512}
 
 
 def parsed() -> argparse.Namespace:
@@ -127,7 +128,7 @@ def dataset(args: argparse.Namespace, folder: Path) -> Path:
 
 def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One training by one contestant: its figures, or why it failed."""
-    of_trl = str(Path(find_spec("trl").origin).with_name("scripts") / "sft.py")
+    of_trl = str(TRL_FOLDER / "scripts" / "sft.py")
     script = {OURS: str(ROOT / "recipes" / "finetune.py"), NATIVE: "native"}.get(name, of_trl)
     with tempfile.TemporaryDirectory() as folder:
         words = [*launch(name, cell, Path(folder)), folder, script, *options(name, cell, args)]
@@ -177,7 +178,7 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
         words += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", precision]
         words += ["--multi_gpu"] if cell["ranks"] > 1 else []
     else:
-        shipped = Path(find_spec("trl").origin).with_name("accelerate_configs") / "fsdp2.yaml"
+        shipped = TRL_FOLDER / "accelerate_configs" / "fsdp2.yaml"
         words += ["--config_file", str(shipped), "--mixed_precision", precision]
     return [*words, "-m", "benchmarks.tuning"]
 

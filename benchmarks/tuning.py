@@ -49,7 +49,7 @@ class Recorder(TrainerCallback):
         self.last = now
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if "loss" in (logs or {}):
+        if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -101,8 +101,13 @@ def _t5(size: Size) -> PreTrainedConfig:
 
 def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
     depth = max(2, size.layers // 2)
-    vision = {"depth": depth, "hidden_size": size.hidden // 2, "intermediate_size": size.hidden // 2 * 2}
-    vision |= {"num_heads": size.heads // 2, "out_hidden_size": size.hidden, "window_size": 56}
+    vision: dict[str, Any] = {"depth": depth, "hidden_size": size.hidden // 2}
+    vision |= {
+        "intermediate_size": size.hidden // 2 * 2,
+        "num_heads": size.heads // 2,
+        "out_hidden_size": size.hidden,
+        "window_size": 56,
+    }
     vision |= {"fullatt_block_indexes": [depth - 1]}
     rope = {"rope_type": "default", "mrope_section": [size.head_dim // 8, *[size.head_dim // 16 * 3] * 2]}
     text = _of_decoder(size) | {"rope_parameters": rope | {"rope_theta": 1e6}}

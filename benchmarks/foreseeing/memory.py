@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -140,8 +140,8 @@ def requested(step: Step) -> tuple[int, int]:
 # ---- on CPUs ----
 
 _STEPS_ON_CPUS = 2  # The last is counted: the optimizer has its state, FSDP2 its buffers
-_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast")
-_COLLECTIVES += ("reduce_scatter_single", "reduce_scatter_tensor")
+_COLLECTIVES = ["all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast"]
+_COLLECTIVES += ["reduce_scatter_single", "reduce_scatter_tensor"]
 """Names of what FSDP2 calls, in several versions of PyTorch."""
 
 Sizes = list[tuple[str, int]]
@@ -195,7 +195,7 @@ def _released_at_once(sizes: Sizes) -> Iterator[None]:
 
     def patient(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = [given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor)]
+            tensors: list[Any] = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
             before = [tensor._use_count() for tensor in tensors]
             sizes.append((collective.__name__, max(tensor.nbytes for tensor in tensors)))
             result = collective(*args, **kwargs)

@@ -70,7 +70,7 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
         from peft import LoraConfig
 
         targets = setup.lora_target_modules
-        lora = LoraConfig(r=setup.lora_r, target_modules=targets if isinstance(targets, str) else list(targets))
+        lora = LoraConfig(r=setup.lora_r, target_modules=targets if isinstance(targets, str) else list(targets or ()))
         model = add_adapter(model, lora)
     return model.train()
 

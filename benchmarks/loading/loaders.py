@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 from transformers.distributed import DistributedConfig
@@ -44,7 +44,7 @@ class Job:
 
     folder: Path  # The checkpoint
     dtype: torch.dtype  # What its bf16 becomes
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """Where the shards go: "cpu", or "cuda", a GPU per rank."""
 
     @property
@@ -117,7 +117,7 @@ def load_dcp(job: Job) -> nn.Module:
     model = allocated(job)
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor for key, tensor in model.state_dict().items() if key in once.values()}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(job.folder), thread_count=4))
+    load_state(state, storage_reader=HuggingFaceStorageReader(str(job.folder), thread_count=4))
     return model
 
 
@@ -222,7 +222,7 @@ def checksums(model: nn.Module) -> Figures:
     buffers = model.named_buffers(remove_duplicate=False)
     for name, tensor in sorted([*model.named_parameters(remove_duplicate=False), *buffers]):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        data = b"" if whole.is_meta else whole.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = b"" if whole.is_meta else whole.cpu().contiguous().view(-1).view(torch.uint8).numpy()
         found[name] = (tensor.dtype, tuple(tensor.shape), zlib.crc32(data))
     return found
 

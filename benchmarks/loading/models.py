@@ -92,7 +92,7 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
 
 def quantize(kind: str, folder: Path) -> None:
     """Put random values of 8 or 4 bits, with scales, in the place of the weights that the method quantises."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
         for key in list(tensors):
@@ -110,8 +110,7 @@ def quantized(kind: str, key: str, shape: torch.Size) -> dict[str, torch.Tensor]
     """The stored tensors of a weight."""
     if kind == "fp8":
         values = torch.randint(0, 127, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        blocks = [-(-n // 128) for n in shape]
-        return {key: values, f"{key}_scale_inv": torch.rand(blocks) / 448 + 1e-6}
+        return {key: values, f"{key}_scale_inv": torch.rand([-(-n // 128) for n in shape]) / 448 + 1e-6}
     experts, columns, rows = shape
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
     return {f"{key}_blocks": blocks, f"{key}_scales": torch.randint(100, 120, blocks.shape[:3], dtype=torch.uint8)}

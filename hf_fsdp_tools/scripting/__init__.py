@@ -37,7 +37,6 @@ _NAMES_OF = {
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
-
 __all__ = sorted(_MODULE_OF)  # a list of names, made from the table
 
 

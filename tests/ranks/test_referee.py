@@ -1,8 +1,8 @@
-"""`benchmarks/referee.py`: what becomes of what ranks have seen; and two contestants on one type."""
+"""`benchmarks/referee.py`: what becomes of what ranks have seen. `test_benchmarks.py` runs its contestants."""
 
 import pytest
 
-from benchmarks.referee import judged, rows_of
+from benchmarks.referee import judged
 
 FINE = [
     {"part": "first.0.json", "stage": "done", "loss": (1e-7, ""), "gradients": (1e-6, "")},
@@ -37,11 +37,3 @@ def failed(kind: str, stage: str, part: str = "first.0.json", said: str = "no"):
 )
 def test_a_verdict_follows_from_what_was_seen(seen, verdict):
     assert judged(seen)["verdict"] == verdict
-
-
-@pytest.mark.nightly
-def test_two_contestants_are_compared_with_one_process():
-    names = ["hf_fsdp_tools fsdp", "transformers fsdp"]
-    rows = list(rows_of(["llama"], names, lambda model_type, contestant: False))
-    assert [(row["contestant"], row["verdict"], row["why"]) for row in rows] == [(name, "right", "") for name in names]
-    assert all(set(row["differences"]) == {"loss", "gradients", "saved", "resumed"} for row in rows)
