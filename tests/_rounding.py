@@ -1,20 +1,47 @@
 """Comparisons below fp32: no bound is a figure of one processor."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from hf_fsdp_tools.proof.rounding import with_rounding
+from hf_fsdp_tools.proof.rounding import MULTIPLE, SHARES, summed_in_parts
 
 
-def assert_within(found: Any, run: Callable[[], Any], what: str = "") -> None:
+def with_rounding(run: Callable[[], Any], exact: Callable[[], Any] | None = None) -> tuple[Any, Any]:
+    """What `run` gives of the plain model, and how far another right result may be from each tensor and number of it.
+
+    `run` begins from the same state each time; it runs once as it is, and once for each of `SHARES`; where the other
+    result rounds at other places, as FSDP does beside autocast, `exact` is the same in fp32, as far as that is, too. A
+    distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far. Where
+    numbers stand in a list, one for each step, a later one may be as far as any before it.
+    """
+    plain, others = run(), []
+    for share in SHARES:
+        with summed_in_parts(share):
+            others.append(run())
+    others += [exact()] if exact is not None else []
+    return plain, _allowed(plain, others)
+
+
+def _allowed(plain: Any, others: list[Any]) -> Any:
+    if isinstance(plain, dict):
+        return {key: _allowed(value, [other[key] for other in others]) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        each = [_allowed(value, [other[i] for other in others]) for i, value in enumerate(plain)]
+        return [*accumulate(each, max)] if isinstance(plain[0], float) else each
+    far = max(float((torch.as_tensor(other) - torch.as_tensor(plain)).abs().max()) for other in others)
+    return MULTIPLE * far * (1 if isinstance(plain, torch.Tensor) and plain.dim() else 2)
+
+
+def assert_within(found: Any, run: Callable[[], Any], exact: Callable[[], Any] | None = None) -> None:
     """Tensors and numbers are as near to those that `run` gives of the plain model as its own rounding explains."""
-    assert_near(found, *with_rounding(run), what)
+    assert_near(found, *with_rounding(run, exact))
 
 
 def assert_near(found: Any, plain: Any, allowed: Any, what: str = "") -> None:
-    """As `assert_within`, with what `with_rounding` gave; all of one structure of dictionaries and lists."""
+    """The same with what `with_rounding` gave; all of one structure of dictionaries and lists."""
     if isinstance(plain, dict | list | tuple):
         keys = plain if isinstance(plain, dict) else range(len(plain))
         assert len(found) == len(plain), what

@@ -46,7 +46,10 @@ def share_shardings(folder: Path) -> None:
     """Let this process, and those forked from it, look into the folder before they work anything out."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     work_out = propagator.propagate_op_sharding_non_cached
-    know_places = {*propagator.op_to_shape_and_stride_idx, *propagator.op_to_scalar_shape_adjuster}
+    know_places = {
+        *propagator.op_to_shape_and_stride_idx,
+        *getattr(propagator, "op_to_scalar_shape_adjuster", ()),
+    }  # torch 2.11 has none
 
     def look_up(schema: OpSchema) -> OutputSharding:  # which is all that results follow from, with a rank's place
         key = repr((str(schema.op), schema.args_schema, schema.kwargs_schema))

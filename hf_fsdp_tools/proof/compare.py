@@ -6,8 +6,8 @@ forward pass. In fp32 both sides hold fp32. In bf16 the sharded model holds fp32
 model, so that even roundings agree; and it is given the experts that the plain one has chosen (`routing`).
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
-bf16 it may be a small multiple of what the plain model is from itself, where its sums are taken in another order
-(`rounding`).
+bf16 it may be a small multiple of what the plain model is from itself, where its sums are taken in another order or in
+fp32 (`rounding`).
 """
 
 import math

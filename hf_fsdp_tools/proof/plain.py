@@ -85,7 +85,7 @@ class Figures:
     """The experts of each kind and batch, in training."""
     chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
     others: "list[Figures]" = field(default_factory=list)
-    """Below fp32, the same with sums in another order, and with the same experts: how far right results are apart."""
+    """Below fp32, the same with sums in another order, and in fp32, all with the same experts: right results, too."""
 
 
 # ---- one forward pass ----
@@ -180,6 +180,7 @@ def plain_figures(case: Case, precision: str) -> Figures:
     for share in SHARES if precision != "fp32" else ():
         with summed_in_parts(share):
             figures.others.append(_figures(case, precision, figures))
+    figures.others += [_figures(case, "fp32", figures)] if precision != "fp32" else []
     return figures
 
 

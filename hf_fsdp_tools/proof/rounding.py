@@ -4,16 +4,15 @@ Ranks add parts of sums that one process adds at once, and processors add in blo
 of them how far two right results may be apart; the plain model says it, of itself, at the place where it is asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SHARES = (1 / 2, 1 / 3, 2 / 3, 1 / 4, 3 / 4)
-"""Where the sums of another order are cut. (assumed: five draws, as a single number may be near itself by chance)"""
+SHARES = (1 / 2, 1 / 3, 3 / 4)
+"""Where the sums of another order are cut. (assumed: a single number may be near itself by chance in one draw)"""
 
 MULTIPLE = 4
 """How many times further than the plain model from itself a result may be. (assumed: partial sums of up to eight ranks
@@ -46,27 +45,3 @@ def summed_in_parts(share: float) -> Iterator[None]:
     over, and of the rest. In backward passes too, if the block has them; on CPUs."""
     with _Cut(share):
         yield
-
-
-def with_rounding(run: Callable[[], Any]) -> tuple[Any, Any]:
-    """What `run` gives of the plain model, and how far another right result may be from each tensor and number of it.
-
-    `run` begins from the same state each time; it runs once as it is, and once for each of `SHARES`. A distance is that
-    of the largest difference in a tensor; a number, which has no largest, may be twice as far. Where numbers stand in a
-    list, one for each step, a later one may be as far as any before it.
-    """
-    plain, others = run(), []
-    for share in SHARES:
-        with summed_in_parts(share):
-            others.append(run())
-    return plain, _allowed(plain, others)
-
-
-def _allowed(plain: Any, others: list[Any]) -> Any:
-    if isinstance(plain, dict):
-        return {key: _allowed(value, [other[key] for other in others]) for key, value in plain.items()}
-    if isinstance(plain, list | tuple):
-        each = [_allowed(value, [other[i] for other in others]) for i, value in enumerate(plain)]
-        return [*accumulate(each, max)] if isinstance(plain[0], float) else each
-    far = max(float((torch.as_tensor(other) - torch.as_tensor(plain)).abs().max()) for other in others)
-    return MULTIPLE * far * (1 if isinstance(plain, torch.Tensor) and plain.dim() else 2)

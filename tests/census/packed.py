@@ -28,8 +28,8 @@ from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.proof.case import tiny_case
 from hf_fsdp_tools.proof.plain import PRECISIONS, Case, evaluate, forward, loss_of
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.steps import build_meta_model
+from tests._rounding import with_rounding
 from tests.census import trained
 from tests.census.defaults import build_config
 from tests.census.rows import Census, Row, is_causal, model_classes
@@ -164,7 +164,7 @@ def apart(
 
 
 CENSUS = Census(
-    about="Losses, outputs and gradients of LoRA on FP8 that stays, beside those on its floats: the same bits, but for the rounding of gradients.",
+    about="LoRA on FP8 that stays, beside its floats: losses and outputs to the bit, gradients but for rounding.",
     takes_part=is_causal,
     prepare=quantised_case,
     compare=examine_on_ranks,

@@ -46,7 +46,6 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
@@ -62,7 +61,7 @@ from tests._checkpoints import (
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import Operators
-from tests._rounding import assert_near
+from tests._rounding import assert_near, with_rounding
 from tests._training import arguments, full_gradients, logged, train
 
 IDS = torch.arange(3, 19).reshape(1, 16)
@@ -307,6 +306,10 @@ def _one_run(host, road, precision, folders, output):
     return host(road, folders[dtype], dtype, precision, *given)
 
 
+AS_IN_BF16 = (torch.bfloat16, True), (torch.float32, False)
+"""What computes, and whether under autocast; and the same in fp32."""
+
+
 @pytest.mark.parametrize(
     "chosen", [RUNS, pytest.param(RUNS_OF_NIGHT, marks=pytest.mark.nightly)], ids=["usual", "another road"]
 )
@@ -318,7 +321,7 @@ def test_steps_under_every_host_equal_peft_on_one_process(tmp_path, chosen):
     dtypes = {"no": torch.float32, "bf16": torch.bfloat16}
     folders = {dtype: make_checkpoint("llama", tmp_path / str(dtype), dtype=dtype) for dtype in dtypes.values()}
     exact = _alone(folders[torch.float32], torch.float32, False)
-    rounded = with_rounding(partial(_alone, folders[torch.bfloat16], torch.bfloat16, True))
+    rounded = with_rounding(*(partial(_alone, folders[torch.bfloat16], *each) for each in AS_IN_BF16))
     first: dict[object, dict[str, torch.Tensor]] = {}
     runs = {f"{host.__name__}, {road}, {precision}": (host, road, precision) for host, road, precision in chosen}
     cases = {name: partial(_one_run, *run) for name, run in runs.items()}

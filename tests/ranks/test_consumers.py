@@ -1,7 +1,6 @@
 """Weights for vLLM, and by the examples for SGLang and verl: what arrives is the checkpoint, and what goes wrong is one
 error on all ranks."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from hf_fsdp_tools.streaming.live import LiveWeights
 from tests._checkpoints import assert_same_tensors, full_state, loaded, plain_model, refusal, stored_tensors
 from tests._consumers import Engine, SGLangServer, VLLMServer, stand_ins
 from tests._dist import named, run_cases, run_ranks
+from tests._documents import blocks
 from tests.ranks.test_live_weights import MOE, QUIET, filled, replicas
 
 Tensors = dict[str, torch.Tensor]
@@ -169,7 +169,7 @@ def to_verl(folders: dict[str, Path], tmp: Path) -> None:
 
 def the_page(folders: dict[str, Path], tmp: Path) -> None:
     """Every block runs as it stands, but for the names of machines, and does what its section says."""
-    live, whole = re.findall(r"```python\n(.*?)```", (DOCS / "weights.md").read_text(), re.DOTALL)
+    live, whole = (block.text for block in blocks("docs/weights.md", "python"))
     rank, model = dist.get_rank(), from_pretrained(folders["mixtral"], **MOE, **QUIET)
     taken: Tensors = {}
     given = {"model": model, "rank": rank, "train_a_step": step, "take": taken.update}

@@ -24,12 +24,11 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.proof.routing import choices
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
-from tests._rounding import assert_near
+from tests._rounding import assert_near, with_rounding
 from tests._training import ShardedTrainer, arguments, full_gradients, logged, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, prepared, rows

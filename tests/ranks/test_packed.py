@@ -33,7 +33,6 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from hf_fsdp_tools.proof.rounding import with_rounding
 from tests._checkpoints import (
     ORDERED,
     QUANTIZED,
@@ -50,6 +49,7 @@ from tests._checkpoints import (
 from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
+from tests._rounding import with_rounding
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, train
 
 KINDS = list(QUANTIZED)

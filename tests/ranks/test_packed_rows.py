@@ -15,11 +15,10 @@ from hf_fsdp_tools import ParallelDims, from_config
 from hf_fsdp_tools.extensions import packed_rows
 from hf_fsdp_tools.extensions.packed_rows import Documents, attend
 from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near
+from tests._rounding import assert_near, with_rounding
 
 LENGTHS = [[5, 1, 10], [16], [9, 7]]
 """Tokens of the documents in each row."""

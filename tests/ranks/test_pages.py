@@ -1,5 +1,6 @@
 """The blocks of Python of user pages run, with small checkpoints in the place of names on the hub."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import hf_fsdp_tools
 from hf_fsdp_tools import TrainerSettings, from_pretrained, make_accelerator, steps
 from tests._checkpoints import make_quantized, small_llama, word_tokenizer
 from tests._dist import run_ranks
+from tests._documents import PAGES, blocks
 from tests._store import on_ranks, s3_server
 from tests._training import ShardedTrainer, arguments, make_rows
 
@@ -26,15 +28,10 @@ peft = pytest.importorskip("peft")
 for _package in ("s3fs", "moto"):
     pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
 
-ROOT = Path(__file__).parents[2]
-PAGES = (
-    "README.md",
-    *(f"docs/{name}.md" for name in ("guide", "training", "checkpoints", "adapters", "plans")),
-)
 BLOCKS = {
-    f"{page}, block {number}": code
-    for page in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), 1)
+    f"{block.page}, block {block.number}": block.text
+    for block in blocks()
+    if (block.kind, block.runner) == ("run", PAGES)
 }
 INSTEAD = {
     "Qwen/Qwen3-8B": "{folder}/llama",
@@ -47,6 +44,12 @@ INSTEAD = {
 """What is in the pages, and what one rank on this machine runs in its place."""
 LEAVES = {"out": "config.json", "out/ema": "config.json", "adapter": "adapter_config.json", "merged": "config.json"}
 """Folders that blocks save to, and a file that is there then."""
+RUN = {"output_dir": "run", "max_steps": 1, "use_cpu": True, "report_to": "none", "checksums": True}
+MAKES: dict[str, Callable[[Any], bool]] = {
+    "short_reward": lambda function: function(["four", [{"content": ""}]]) == [-0.004, 0.0],
+    "settings": lambda settings: settings == TrainerSettings(checksums=True),
+}
+"""Names that blocks leave, and what they are then."""
 
 
 class Given(dict[str, Any]):
@@ -56,7 +59,10 @@ class Given(dict[str, Any]):
         super().__init__({name: getattr(door, name) for door in (hf_fsdp_tools, steps) for name in door.__all__})
         self.update({name: getattr(hf, name) for name in ("AutoModelForCausalLM", "BitsAndBytesConfig", "Trainer")})
         self.update({"torch": torch, "Accelerator": Accelerator, "islice": islice, "LoraConfig": peft.LoraConfig})
-        self.update(TrainingArguments=partial(hf.TrainingArguments, use_cpu=True), DPOTrainer=trl.DPOTrainer)
+        reads = "HfArgumentParser" in code
+        makes = hf.TrainingArguments if reads else partial(hf.TrainingArguments, use_cpu=True)
+        self.update(TrainingArguments=makes, DPOTrainer=trl.DPOTrainer, HfArgumentParser=hf.HfArgumentParser)
+        self.update(MyTrainer=type("MyTrainer", (ShardedTrainer,), {}))
         self.update(name=str(folder / "llama"), folder="saved", url=url, step=500)
         self._pairs = "DPOTrainer" in code
 
@@ -109,15 +115,18 @@ def one_block(title: str, folder: Path, url: str) -> None:
     place = folder / re.sub(r"\W+", "-", title)
     place.mkdir()
     os.chdir(place)
+    Path("run.yaml").write_text(json.dumps(RUN))
     bodies = {"TrainerSettings": TrainerSettings}  # that of a class does not see what is given
-    exec(compile(code, title, "exec"), bodies, Given(code, folder, url))
+    given = Given(code, folder, url)
+    exec(compile(code, title, "exec"), bodies, given)
     for saved, file in LEAVES.items():
         assert f'"{saved}"' not in code or Path(saved, file).exists(), f"{title} leaves no {saved}/{file}"
+    for name, is_right in MAKES.items():
+        assert name not in given or is_right(given[name]), f"{title} makes {name} {given[name]}"
 
 
-@pytest.mark.nightly
 def test_blocks_of_user_pages_run(tmp_path: Path) -> None:
-    assert {title.partition(",")[0] for title in BLOCKS} == set(PAGES)
+    assert len(BLOCKS) > 15
     word_tokenizer().save_pretrained(small_llama(tmp_path / "llama"))
     make_quantized("mxfp4", tmp_path / "mxfp4")
     cases = {title: partial(one_block, title) for title in BLOCKS}

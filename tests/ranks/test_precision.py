@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near, assert_within
+from tests._rounding import assert_near, assert_within, with_rounding
 from tests._training import ShardedTrainer, arguments, logged
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -124,8 +123,8 @@ def _heads():
     )  # fmt: skip
 
 
-def outputs_under_autocast(plain, batch):
-    with torch.autocast("cpu", torch.bfloat16):
+def outputs_under_autocast(plain, batch, is_on):
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
         output = plain(**batch)
     return {key: output[key].detach().float() for key in output if "logits" in key}
 
@@ -140,7 +139,7 @@ def losses_of_all_heads_are_those_of_autocast(folder):
         for is_training in (True, False):
             with torch.set_grad_enabled(is_training):
                 output = sharded(**batch)
-                expected = with_rounding(partial(outputs_under_autocast, plain, batch))
+                expected = with_rounding(*(partial(outputs_under_autocast, plain, batch, on) for on in (True, False)))
             assert output.loss.dtype == torch.float32, name
             exact = loss_of(SimpleNamespace(**{key: v.float() for key, v in output.items() if torch.is_tensor(v)}))
             torch.testing.assert_close(output.loss, exact, rtol=1e-5, atol=0, msg=name)
@@ -217,7 +216,8 @@ def decays_in_fp32_multiply_activations_in_bf16(folder):
     model = from_pretrained(folder / "mm", dtype=torch.float32, mp_policy=BF16).train()
     output = model(**batch)
     output.loss.backward()
-    assert_within({"logits": output.logits.detach().float()}, partial(outputs_under_autocast, plain, batch))
+    runs = (partial(outputs_under_autocast, plain, batch, on) for on in (True, False))
+    assert_within({"logits": output.logits.detach().float()}, *runs)
     decays = {buffer.dtype for name, buffer in model.named_buffers() if name.endswith("_decay")}
     assert decays == {torch.float32}
 
@@ -273,24 +273,24 @@ def _trainer(folder, out, kind, **settings):
     return _trained(AutoModelForCausalLM.from_pretrained(folder), _Rows(), out, kind, data_collator=_pad, **settings)
 
 
-def _classes(folder, out, kind):
+def _classes(folder, out, kind, **settings):
     rows = [{"input_ids": _Rows()[index]["input_ids"][:20], "labels": index % 2} for index in range(44)]
-    return _trained(randomize(transformers.BertForSequenceClassification(_bert())), rows, out, kind)
+    return _trained(randomize(transformers.BertForSequenceClassification(_bert())), rows, out, kind, **settings)
 
 
-def _smoothed(folder, out, kind):
+def _smoothed(folder, out, kind, **settings):
     """Label smoothing, which the Trainer computes of the model's logits."""
     rows = [
         dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), _Rows()[i]["input_ids"][:20]) for i in range(44)
     ]
-    return _trained(make_model("t5"), rows, out, kind, label_smoothing_factor=0.1)
+    return _trained(make_model("t5"), rows, out, kind, label_smoothing_factor=0.1, **settings)
 
 
 def _trained(model, rows, out, kind, *, data_collator=None, **settings):
     """Losses of two steps and of an evaluation."""
     args = arguments(
-        out, bf16=True, max_steps=2, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
-        lr_scheduler_type="linear", max_grad_norm=1.0, **settings,
+        out, max_steps=2, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
+        lr_scheduler_type="linear", max_grad_norm=1.0, **{"bf16": True, **settings},
     )  # fmt: skip
     trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=data_collator)
     if model.loss_type == "ForSequenceClassification":  # the plain Trainer counts such a loss once for each rank (5.23)
@@ -300,7 +300,7 @@ def _trained(model, rows, out, kind, *, data_collator=None, **settings):
 
 
 def _with_rounding(run, *args):
-    return with_rounding(partial(run, *args))
+    return with_rounding(partial(run, *args), partial(run, *args, bf16=False))
 
 
 RUNS = {

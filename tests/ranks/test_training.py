@@ -26,11 +26,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near
+from tests._rounding import assert_near, with_rounding
 from tests._training import (
     Run,
     ShardedTrainer,

@@ -21,11 +21,10 @@ from transformers import (
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.proof.rounding import with_rounding
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near
+from tests._rounding import assert_near, with_rounding
 from tests._training import arguments, logged, num_units
 
 trl = pytest.importorskip("trl")
