@@ -13,16 +13,20 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    M2M100Config,
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    T5Config,
+    XLMRobertaConfig,
 )
 
 __all__ = ["CONFIGS"]
@@ -44,10 +48,12 @@ def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, *,
     )
 
 
-def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False) -> Qwen3Config:
+def _qwen3(
+    hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False, vocab_size: int = 151936
+) -> Qwen3Config:
     """A dense model of the Qwen3 family."""
     return Qwen3Config(
-        vocab_size=151936,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -79,10 +85,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama-3.2-1B": _llama(2048, 8192, 16, 32, tied=True),
     "Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True),
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
     "Qwen3-14B": _qwen3(5120, 17408, 40, 40),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
+    "Qwen3-Embedding-4B": _qwen3(2560, 9728, 36, 32, tied=True, vocab_size=151665),
+    "Qwen3-Embedding-8B": _qwen3(4096, 12288, 36, 32, vocab_size=151665),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
@@ -202,6 +211,49 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_shared_expert_intermediate_size=3712,
         num_key_value_heads=2,
         max_position_embeddings=262144,
+    ),
+    "Qwen2.5-VL-7B-Instruct": Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 128000,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    ),
+    "flan-t5-xl": T5Config(
+        vocab_size=32128,
+        d_model=2048,
+        d_ff=5120,
+        num_layers=24,
+        num_heads=32,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    ),
+    "nllb-200-3.3B": M2M100Config(
+        vocab_size=256206,
+        d_model=2048,
+        encoder_layers=24,
+        decoder_layers=24,
+        encoder_ffn_dim=8192,
+        decoder_ffn_dim=8192,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        decoder_start_token_id=2,
+    ),
+    "xlm-roberta-large": XLMRobertaConfig(
+        vocab_size=250002,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        pad_token_id=1,
     ),
     "Mixtral-8x7B": MixtralConfig(max_position_embeddings=32768),
     "GPT-2": GPT2Config(),

@@ -4,8 +4,9 @@
     python docs/paste.py --check      # change nothing; exit code 1 if a document is out of date
     python docs/paste.py --record     # run the commands of minutes too, and keep what they print in docs/records/
 
-Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block of text after it becomes the command and its
-output. Names of the hub stand for configurations in `models.py` of the same last part: no network is needed.
+Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block after it becomes the command and its output.
+Names of the hub stand for configurations in `models.py` of the same last part: no network is needed. Below
+`<!-- commands: recipes -->` stand the commands of all recipes.
 
 Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
 -n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
@@ -26,11 +27,12 @@ from pathlib import Path
 
 from models import CONFIGS
 
+from hf_fsdp_tools.cli.launch import commands_of, recipes
 from hf_fsdp_tools.cli.main import main as hf_fsdp
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "records"
-_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded): (?P<command>.+?) -->\n)```text\n.*?```\n", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded|commands): (?P<command>.+?) -->\n)```\w+\n.*?```\n", re.DOTALL)
 _PART = re.compile(r" \| (head|tail) -n (\d+)$")
 KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
 """What is kept of the log of a recorded run."""
@@ -62,7 +64,9 @@ def main() -> int:
 
 
 def block(kind: str, command: str) -> str:
-    """The block for one command, as it is typed, and what it prints or printed."""
+    """The block for one command, as it is typed, and what it prints or printed; or the commands of all recipes."""
+    if kind == "commands":
+        return "\n".join(["```bash", *map(commands_of, recipes().values()), "```", ""])
     lines = (printed if kind == "prints" else recorded)(command)
     return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
 

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from reprlib import Repr
@@ -170,3 +170,15 @@ def table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), inde
     with console.capture() as captured:
         console.print(grid)
     return [(indent + line).rstrip() for line in captured.get().splitlines()]
+
+
+def recipe_commands(recipe: str, table: Mapping[str, str]) -> str:
+    """A recipe's `COMMANDS`, options by launch config, as they are typed: a comment names the GPUs of each."""
+    lines = []
+    for config, options in table.items():
+        gpus = f"{'one GPU' if config[0] == '1' else 'eight GPUs'} of {config[2:4]} GB"
+        lines.append(f"# {gpus}, {'LoRA' if '--use_peft' in options else 'all weights'}")
+        words = re.sub(" (?!--)", "\0", f"hf-fsdp {recipe} --config_file {config} {options}")  # an option stays whole
+        broken = textwrap.wrap(words, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        lines.append(" \\\n".join(broken).replace("\0", " "))
+    return "\n".join(lines)

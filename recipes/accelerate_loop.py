@@ -1,13 +1,6 @@
-r"""A training loop of your own under FSDP2: no Trainer, every line here to be read and changed.
+"""A training loop of your own under FSDP2: no Trainer, every line here to be read and changed.
 
-On the embedded example (a small Llama, CPython's documentation) the evaluation loss falls from 7.6 to 5.7 in a minute
-or two on 2 CPU processes. On a machine's GPUs, on eight, and with a model and text of your own:
-
-    hf-fsdp accelerate-loop
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/accelerate_loop.py \
-        --model_name_or_path NAME --dataset_name text.jsonl --max_length 4096 --per_device_train_batch_size 1
-
-`hf-fsdp estimate NAME --recipe accelerate-loop …` predicts memory and time: this loop makes full logits.
+On CPython's documentation the loss of a small Llama falls from 7.6 to 5.7 in a minute or two on 2 CPU processes.
 """
 
 from collections.abc import Iterator
@@ -25,6 +18,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_fsdp_tools import ConfigError, Muon, describe_sharding, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.scripting import check_before_loading, load_splits, make_demo, parse_arguments, run
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name roneneldan/TinyStories --max_length 512",
+    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name roneneldan/TinyStories --max_length 512",
+}
 
 
 @dataclass

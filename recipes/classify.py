@@ -1,16 +1,9 @@
-r"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
+"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
 
 Nothing to download: a small Llama learns which part of CPython's own documentation a passage comes from. On two CPU
-processes the accuracy rises from a third to three quarters, and the evaluation loss falls from 1.4 to below 0.9, in two
-minutes (`hf-fsdp classify`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
+processes the accuracy rises from a third to three quarters, and the loss falls from 1.4 to below 0.9, in two minutes.
 
-    python recipes/classify.py --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft --bf16
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/classify.py \
-        --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
-
-`hf-fsdp estimate Qwen/Qwen3-8B --recipe classify …` predicts memory and time. Every option of transformers'
-TrainingArguments works. Rows have a text and its class, a name or a whole number, in the columns `text` and `label` or
-those of `--text_column` and `--label_column`. With LoRA the head is trained and saved too.
+Rows have a text and its class, a name or a whole number. With LoRA the head is trained and saved too.
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +18,11 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scrip
 
 DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
 """The learning rate is usual for such a head; by the task type PEFT trains and saves it next to the adapter."""
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5",
+}
 
 DEMO = {"num_train_epochs": 2, "learning_rate": 1e-3, "max_length": 192}
 

@@ -1,21 +1,12 @@
-r"""Distil a causal language model under FSDP2: a student writes, and learns what its teacher would have written.
+"""Distil a causal language model under FSDP2: a student writes, and learns what its teacher would have written.
 
 Nothing to download: a small Llama learns to go on with texts as a wider one does, which is random too but sure of what
-follows. On two CPU processes the evaluation loss, the divergence of the two on what the student writes, falls from 3.4
-to below 0.4 in two minutes (`hf-fsdp distill`). Models of your own on one GPU with LoRA, and on eight GPUs:
-
-    python recipes/distill.py --model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-8B \
-        --dataset_name trl-lib/tldr --use_peft --bf16 --per_device_train_batch_size 4
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/distill.py \
-        --model_name_or_path Qwen/Qwen3-1.7B --teacher_model_name_or_path Qwen/Qwen3-32B \
-        --dataset_name trl-lib/tldr --learning_rate 1e-6 --per_device_train_batch_size 4
+follows. On two CPU processes the loss, their divergence on what the student writes, falls from 3.4 to below 0.4.
 
 The teacher is sharded as the student is, in the precision of computation, and never whole on a rank: in bf16, 32B
-parameters add 8 GB to each of eight GPUs. `hf-fsdp estimate NAME --recipe distill --frozen-models TEACHER …` predicts
-memory for both, without what writes the texts. Every option of TRL's DistillationConfig works: `--beta` chooses the
-divergence (1: of the student from the teacher, 0: the other way round), `--max_completion_length` and `--temperature`
-what is written, `--use_vllm` by what. Rows have a `prompt`, text or turns of a chat. The two models must have one
-vocabulary.
+parameters add 8 GB to each of eight GPUs. Estimates know both (`--frozen-models TEACHER`), but not what writes the
+texts. `--beta` chooses the divergence (1: of the student from the teacher, 0: the other way round). Rows have a
+`prompt`, text or turns of a chat. The two models must have one vocabulary.
 """
 
 from dataclasses import replace
@@ -28,6 +19,13 @@ from trl import DistillationConfig, DistillationTrainer, ScriptArguments
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/distill"}
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-4B "
+    "--dataset_name trl-lib/tldr --use_peft --per_device_train_batch_size 4",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-1.7B --teacher_model_name_or_path Qwen/Qwen3-32B "
+    "--dataset_name trl-lib/tldr --learning_rate 1e-6 --per_device_train_batch_size 4",
+}
 
 DEMO = {"max_steps": 150, "learning_rate": 3e-3, "beta": 0.0, "max_completion_length": 32}
 DEMO |= {"per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 0.25}

@@ -1,26 +1,24 @@
-r"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
+"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
 
 Nothing to download: a small Llama learns to prefer passages of CPython's own documentation to the same words shuffled.
-On two CPU processes the evaluation loss falls from 0.693, no preference, to below 0.5 in two minutes (`hf-fsdp dpo`). A
-model of your own on one GPU with LoRA, and on eight GPUs with all weights:
+On two CPU processes the evaluation loss falls from 0.693, no preference, to below 0.5 in two minutes.
 
-    python recipes/dpo.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \
-        --dataset_name trl-lib/ultrafeedback_binarized --use_peft --bf16 --per_device_train_batch_size 2
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/dpo.py \
-        --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
-        --learning_rate 5e-7 --per_device_train_batch_size 2 --max_length 1024
-
-`hf-fsdp estimate NAME --recipe dpo --per-device-train-batch-size 2 …` predicts memory and time for two pairs: shards
-of the reference in bf16 add 2 GB to each of eight GPUs for 8B parameters, with LoRA nothing; its forward pass, which
-takes a third of the time, is not counted. `--precompute_ref_log_probs` runs it once before, and frees it. Every option
-of TRL's DPOConfig works. Rows have `prompt`, `chosen` and `rejected`, text or turns of a chat; without `prompt`, both
-answers begin with it.
+Shards of the reference in bf16 add 2 GB to each of eight GPUs for 8B parameters, with LoRA nothing; estimates do not
+count its forward pass, a third of the time. `--precompute_ref_log_probs` runs it once before, and frees it. Rows have
+`prompt`, `chosen` and `rejected`, text or turns of a chat; without `prompt`, both answers begin with it.
 """
 
 import datasets
 from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --use_peft "
+    "--per_device_train_batch_size 1",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 "
+    "--per_device_train_batch_size 2 --gradient_checkpointing true",
+}
 
 DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 256}
 

@@ -1,20 +1,11 @@
-r"""Train an embedding model under FSDP2: texts that belong together come close to each other (sentence-transformers).
+"""Train an embedding model under FSDP2: texts that belong together come close to each other (sentence-transformers).
 
 Nothing to download: a small Llama learns which lines of CPython's own documentation come from one passage. On two CPU
-processes the right lines of 51 are found first for 13 % of the held-out ones before and for 40 % after, in two minutes
-(`hf-fsdp embed`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
-
-    python recipes/embed.py --model_name_or_path Qwen/Qwen3-Embedding-4B --dataset_name sentence-transformers/gooaq \
-        --use_peft --bf16 --per_device_train_batch_size 64
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/embed.py \
-        --model_name_or_path Qwen/Qwen3-Embedding-8B --dataset_name sentence-transformers/gooaq \
-        --learning_rate 1e-5 --per_device_train_batch_size 64
+processes the right lines of 51 are found first for 13 % of the held-out ones before, for 40 % after, in two minutes.
 
 Each text is compared with those of all processes (`MultipleNegativesRankingLoss(gather_across_devices=True)`), as if
 one process had them all. A model with `modules.json` keeps its pooling; any other gets the mean of its tokens. What is
-saved opens with `SentenceTransformer(folder)`. `hf-fsdp estimate NAME --recipe embed …` predicts memory. Every option
-of SentenceTransformerTrainingArguments works. Rows have two columns or more, in this order: a text, one that belongs
-to it, and others that do not (`--dataset_columns query,answer` names them).
+saved opens with `SentenceTransformer(folder)`. Columns are a text, one that belongs to it, then others that do not.
 """
 
 import warnings
@@ -39,6 +30,14 @@ from hf_fsdp_tools.integrations.embedders import EmbedderMixin, load_embedder
 DEFAULTS = {"output_dir": "outputs/embed", "lora_task_type": "FEATURE_EXTRACTION", "batch_sampler": "no_duplicates"}
 DEFAULTS |= {"dataloader_drop_last": True}
 """A text that belongs to two of a batch would be a wrong negative of one; and all processes need as many rows."""
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-Embedding-4B --dataset_name sentence-transformers/gooaq --use_peft "
+    "--dataset_columns question,answer --max_length 256 --per_device_train_batch_size 32",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-Embedding-8B --dataset_name sentence-transformers/gooaq "
+    "--dataset_columns question,answer --max_length 256 --per_device_train_batch_size 64 --learning_rate 1e-5 "
+    "--gradient_checkpointing true",
+}
 
 DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "temperature": 0.1, "max_length": 96}
 DEMO |= {"per_device_train_batch_size": 16}

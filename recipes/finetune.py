@@ -1,20 +1,10 @@
-r"""Fine-tune any causal language model under FSDP2, from its checkpoint to a normal Hugging Face checkpoint.
+"""Fine-tune any causal language model under FSDP2, from its checkpoint to a normal Hugging Face checkpoint.
 
 On data made on the spot, with a small Llama: nothing to download, 2 minutes on 2 CPU cores, 0.7 GB for each process;
-the evaluation loss falls from 7.6 to below 4.5 (`hf-fsdp finetune`, or `python recipes/finetune.py` for one process). A
-real model on one GPU with LoRA, on eight, and on two machines of eight:
+the evaluation loss falls from 7.6 to below 4.5 (`python recipes/finetune.py` runs one process).
 
-    accelerate launch --config_file accelerate_configs/1x80gb.yaml recipes/finetune.py … --use_peft \
-        --lora_target_modules all-linear --per_device_train_batch_size 1 --gradient_accumulation_steps 64
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
-        --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 \
-        --per_device_train_batch_size 1 --gradient_accumulation_steps 8
-    accelerate launch --config_file accelerate_configs/2x8x80gb.yaml --machine_rank 0 --main_process_ip ADDRESS … \
-        --per_device_train_batch_size 2 --gradient_accumulation_steps 2
-
-Memory and time predicted for each stand at the top of its config; `hf-fsdp config MODEL` writes one for another model
-or machine. Every option of TRL's SFTConfig works (`--help-all`), also from a YAML file (`--config run.yaml`);
-docs/recipes.md and docs/data.md have those that most runs need.
+`hf-fsdp config MODEL` writes a launch config for another model or machine, with the memory and time that it predicts.
+Every option of TRL's SFTConfig works (`--help-all`), also from a YAML file (`--config run.yaml`).
 """
 
 from itertools import takewhile
@@ -24,6 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --per_device_train_batch_size 1 "
+    "--use_peft --lora_target_modules all-linear --learning_rate 2e-4 --packing true --torch_compile true",
+    "1x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 "
+    "--per_device_train_batch_size 1 --gradient_accumulation_steps 64 --use_peft --lora_target_modules all-linear",
+    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 "
+    "--per_device_train_batch_size 1 --gradient_accumulation_steps 8 --learning_rate 1e-5",
+}
 
 DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "max_length": 192}
 

@@ -1,21 +1,13 @@
-r"""Train a causal language model on rewards of its own answers (GRPO) under FSDP2, to a normal Hugging Face checkpoint.
+"""Train a causal language model on rewards of its own answers (GRPO) under FSDP2, to a normal Hugging Face checkpoint.
 
 Nothing to download: a small Llama without any training answers questions about CPython's documentation, and learns to
-answer with keywords of Python, by a reward of ten lines below. On two CPU processes the share of keywords rises from
-0.02 to above 0.9 in two minutes (`hf-fsdp grpo`). A model and rewards of your own on one GPU with LoRA, and on eight
-GPUs with all weights:
+answer with keywords of Python, by a reward below. On two CPU processes their share rises to above 0.9 in two minutes.
 
-    python recipes/grpo.py --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K \
-        --reward_funcs accuracy_reward my_rewards.py:short_reward --use_peft --bf16 --per_device_train_batch_size 8
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/grpo.py \
-        --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward \
-        --learning_rate 1e-6 --per_device_train_batch_size 8 --use_vllm --vllm_mode colocate
-
-A reward function takes `completions`, columns of the rows by their names and `**kwargs`, and returns one number for
-each completion, or None. Texts are written by transformers itself, with all weights gathered once for each batch where
-they fit (`--ds3_gather_for_generation false`: one unit after the other), or by vLLM. `--beta 0.04` keeps the policy
-near its beginning: a second set of shards, or the adapter turned off. Every option of TRL's GRPOConfig works. Rows have
-a `prompt`, text or turns of a chat.
+A reward function, TRL's or yours (`--reward_funcs my_rewards.py:short_reward`), takes `completions`, columns of rows by
+their names and `**kwargs`, and returns one number for each completion, or None. Texts are written by transformers
+itself, with all weights gathered once for each batch where they fit (`--ds3_gather_for_generation false`: one unit
+after the other), or by vLLM. `--beta 0.04` keeps the policy near its beginning: a second set of shards, or the adapter
+turned off. Rows have a `prompt`, text or turns of a chat.
 """
 
 import keyword
@@ -26,6 +18,13 @@ from trl import GRPOConfig, GRPOTrainer, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, scripting
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward "
+    "--use_peft --per_device_train_batch_size 8 --gradient_checkpointing true",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward "
+    "--learning_rate 1e-6 --per_device_train_batch_size 8 --gradient_checkpointing true",
+}
 
 DEMO = {"num_train_epochs": 1, "learning_rate": 2e-3, "per_device_train_batch_size": 16, "max_completion_length": 16}
 

@@ -1,21 +1,13 @@
-r"""Go on pre-training a causal language model on raw text, or begin from its configuration, under FSDP2.
+"""Go on pre-training a causal language model on raw text, or begin from its configuration, under FSDP2.
 
 Documents of the column `text` are packed without padding into rows of `--max_length` tokens; a document longer than
 that goes on in another row, and no document attends to its neighbours. Text is streamed (`--dataset_streaming`): each
 rank reads rows of its own, and `--max_steps` says when the run ends. Without streaming the whole data set is packed
-before training, and `--num_train_epochs` counts.
+before training. Nothing to download: a small Llama comes from a loss of 7.6 to one of 5.3 in two minutes on 2 cores.
 
-On data made on the spot, with a small Llama: about two minutes on 2 CPU cores, 0.7 GB for each process; the evaluation
-loss falls from 7.6 to 5.3 (`hf-fsdp pretrain`). A model and text of your own, on eight GPUs:
-
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/pretrain.py \
-        --model_name_or_path NAME --dataset_name TEXT --dataset_streaming --max_steps 10000 \
-        --max_length 4096 --per_device_train_batch_size 1 --learning_rate 1e-5
-
-`hf-fsdp estimate NAME …` predicts memory and time. `--from_scratch` takes config.json and tokenizer alone, and draws
-the weights on each rank's shards, the same whatever the number of ranks; such a run wants `--learning_rate 3e-4
---warmup_steps 1000` or the like. A resumed run goes on where the stream stopped (with torchdata, on as many processes;
-otherwise it reads the stream again up to there, and says so).
+`--from_scratch` takes config.json and tokenizer alone, and draws the weights on each rank's shards, the same whatever
+the number of ranks; such a run wants `--learning_rate 3e-4 --warmup_steps 1000` or the like. A resumed run goes on
+where the stream stopped (with torchdata, on as many processes; else it reads the stream again up to there).
 """
 
 import math
@@ -27,6 +19,14 @@ from trl import ScriptArguments, SFTConfig, SFTTrainer
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/pretrain", "packing": True, "packing_strategy": "bfd_split", "shuffle_dataset": True}
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name HuggingFaceFW/fineweb-edu --dataset_config "
+    "sample-10BT --dataset_streaming true --max_steps 10000 --max_length 4096 --per_device_train_batch_size 1",
+    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name HuggingFaceFW/fineweb-edu --dataset_config "
+    "sample-10BT --dataset_streaming true --max_steps 10000 --max_length 4096 --per_device_train_batch_size 1 "
+    "--learning_rate 1e-5",
+}
 
 DEMO = {"dataset_streaming": True, "max_steps": 400, "learning_rate": 2e-3, "max_length": 192}
 

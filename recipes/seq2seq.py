@@ -1,19 +1,10 @@
-r"""Train a model that reads one text and writes another (T5, BART, mBART, NLLB, Pegasus) under FSDP2.
+"""Train a model that reads one text and writes another (T5, BART, mBART, NLLB, Pegasus) under FSDP2.
 
 Nothing to download: a small T5 reads passages of CPython's own documentation and writes which part each comes from. On
-two CPU processes none of the held-out ones is right before and two of three are after, in two minutes (`hf-fsdp
-seq2seq`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
+two CPU processes none of the held-out ones is right before and two of three are after, in two minutes.
 
-    python recipes/seq2seq.py --model_name_or_path google/flan-t5-xl --dataset_name knkarthick/samsum --bf16 \
-        --prompt_column dialogue --completion_column summary --source_prefix "summarize: " --use_peft
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/seq2seq.py \
-        --model_name_or_path facebook/nllb-200-3.3B --dataset_name Helsinki-NLP/opus_books --dataset_config de-en \
-        --prompt_column translation.de --completion_column translation.en --source_lang deu_Latn --target_lang eng_Latn
-
-`hf-fsdp estimate NAME --recipe seq2seq …` predicts memory and time. Every option of transformers'
-Seq2SeqTrainingArguments works; held-out rows are also written by the model (`--predict_with_generate`), and compared
-with their answers. Rows have `prompt` and `completion`, texts or turns of a chat. Models that read sound (Whisper) are
-trained by a script of their own (docs/recipes.md).
+Held-out rows are also written by the model (`--predict_with_generate`), and compared with their answers. Rows have
+`prompt` and `completion`, texts or turns of a chat. Whisper needs a script of its own (docs/recipes.md).
 """
 
 from collections import Counter
@@ -39,6 +30,14 @@ from trl import ScriptArguments
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/seq2seq", "lora_task_type": "SEQ_2_SEQ_LM", "predict_with_generate": True}
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path google/flan-t5-xl --dataset_name knkarthick/samsum --prompt_column dialogue "
+    "--completion_column summary --source_prefix 'summarize: ' --use_peft",
+    "8x80gb": "--model_name_or_path facebook/nllb-200-3.3B --dataset_name Helsinki-NLP/opus_books --dataset_config "
+    "de-en --prompt_column translation.de --completion_column translation.en --source_lang deu_Latn "
+    "--target_lang eng_Latn",
+}
 
 DEMO = {"num_train_epochs": 4, "learning_rate": 1e-3, "max_length": 192, "max_target_length": 16}
 

@@ -1,17 +1,10 @@
-r"""Train a classifier of words (named entities, parts of speech) under FSDP2: any pretrained model with a new head.
+"""Train a classifier of words (named entities, parts of speech) under FSDP2: any pretrained model with a new head.
 
 Nothing to download: a small Llama learns which words of CPython's own documentation are code, from passages without
-their quotation marks. On two CPU processes the F1 of what is code rises from 0.07 to above 0.4 in two minutes
-(`hf-fsdp tokens`). A model of your own on one GPU, and on eight:
+their quotation marks. On two CPU processes the F1 of what is code rises from 0.07 to above 0.4 in two minutes.
 
-    python recipes/tokens.py --model_name_or_path FacebookAI/xlm-roberta-large --dataset_name lhoestq/conll2003 --bf16
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/tokens.py \
-        --model_name_or_path Qwen/Qwen3-8B --dataset_name lhoestq/conll2003 --learning_rate 1e-5 --max_length 256
-
-`hf-fsdp estimate NAME --recipe tokens …` predicts memory and time. Every option of transformers' TrainingArguments
-works. Rows have a list of words and one of as many classes, names or whole numbers, in the columns `tokens` and `tags`
-(or `ner_tags`), or those of `--tokens_column` and `--tags_column`. The first token of a word has its class, and no
-other counts in the loss. With LoRA the head is trained and saved too.
+Rows have a list of words and one of as many classes, names or whole numbers, in the columns `tokens` and `tags` (or
+`ner_tags`). The first token of a word has its class, no other counts in the loss. With LoRA the head is trained too.
 """
 
 import re
@@ -34,6 +27,13 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scrip
 
 DEFAULTS = {"output_dir": "outputs/tokens", "learning_rate": 2e-5, "lora_task_type": "TOKEN_CLS"}
 """The learning rate is usual for such a head; by the task type PEFT trains and saves it next to the adapter."""
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path FacebookAI/xlm-roberta-large --dataset_name lhoestq/conll2003 --max_length 256 "
+    "--per_device_train_batch_size 16",
+    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name lhoestq/conll2003 --max_length 256 "
+    "--learning_rate 1e-5",
+}
 
 DEMO = {"num_train_epochs": 4, "learning_rate": 2e-3, "max_length": 192}
 

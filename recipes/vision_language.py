@@ -1,17 +1,10 @@
-r"""Train a vision-language model on questions about images under FSDP2, the vision tower frozen or trained.
+"""Train a vision-language model on questions about images under FSDP2, the vision tower frozen or trained.
 
 On pictures drawn on the spot, with a small LLaVA: nothing to download, a minute on 2 CPU cores, 0.6 GB for each
-process; the evaluation loss falls from 7.0 to below 0.2 (`hf-fsdp vision-language`). It names colours well, and half of
-the shapes: those take more epochs. A real model on eight GPUs, and with LoRA on one:
+process; the evaluation loss falls from 7.0 to below 0.2. It names colours well, and half of the shapes.
 
-    accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/vision_language.py \
-        --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix --learning_rate 1e-5
-    python recipes/vision_language.py --use_peft --lora_target_modules all-linear …
-
-`hf-fsdp estimate NAME --recipe vision-language --freeze-vision-tower --image-size 512x512 …` predicts memory and time.
-TRL's own options work (`--help-all`). Rows have `images` (a list) or `image`, and `messages` or ShareGPT's
-`conversations`, or `prompt` and `completion`, of which the completion alone counts. `--max_length` must hold whole
-images. `--freeze_vision_tower false` trains the image encoder too.
+Rows have `images` (a list) or `image`, and `messages` or ShareGPT's `conversations`, or `prompt` and `completion`, of
+which the completion alone counts. `--max_length` must hold whole images. An estimate wants `--image-size 512x512`.
 """
 
 from dataclasses import dataclass, field
@@ -30,6 +23,13 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scrip
 
 DEFAULTS = {"output_dir": "outputs/vision_language", "max_length": 4096}
 """One image takes hundreds of tokens, thousands where it is cut into tiles."""
+
+COMMANDS = {  # options by launch config, which `--help` prints
+    "1x24gb": "--model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix --use_peft "
+    "--lora_target_modules all-linear --per_device_train_batch_size 1",
+    "8x80gb": "--model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix "
+    "--learning_rate 1e-5 --per_device_train_batch_size 2 --gradient_checkpointing true",
+}
 
 DEMO = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "max_length": 64}
 

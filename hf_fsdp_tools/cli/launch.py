@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_fsdp_tools.cli.options import ANY_ADDRESS, column, decide
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import did_you_mean, recipe_commands
 
 _SHARED = tuple(
     Path(__file__).parents[1] / name for name in ("scripting/arguments.py", "integrations/trainer_settings.py")
@@ -33,6 +33,7 @@ Without --config_file the recipe runs on all GPUs of this machine, or on 2 CPU p
   --cpu                 runs on CPU with gloo, whatever this machine has
   --num_processes N     starts so many processes over all machines; likewise --num_machines, --machine_rank,
                         --main_process_ip, --main_process_port, --gpu_ids, --mixed_precision
+`hf-fsdp estimate MODEL --recipe {name}` predicts memory and time.
 """
 
 
@@ -98,12 +99,21 @@ def cpu_words(config: Any) -> list[str]:
     return ["--num_cpu_threads_per_process", str(threads)] if config.use_cpu and threads > 1 else []
 
 
+def commands_of(recipe: Path) -> str:
+    """The commands of a recipe's table, from its source."""
+    body = ast.parse(recipe.read_text(encoding="utf-8")).body
+    (table,) = (
+        each.value for each in body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "COMMANDS"
+    )
+    return recipe_commands(recipe.stem.replace("_", "-"), ast.literal_eval(table))
+
+
 def _help_of(recipe: Path) -> str:
-    """The docstring of a recipe and the options that it and this package define, from their source: importing TRL,
-    which has all others, takes seconds."""
+    """The docstring of a recipe, its commands and the options that it and this package define, from their source:
+    importing TRL, which has all others, takes seconds."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, *_SHARED)]
     about = "options of this recipe, which has those of TRL and transformers too:"
-    lines = [f"{ast.get_docstring(trees[0])}", "", about]
+    lines = [f"{ast.get_docstring(trees[0])}", "", commands_of(recipe), "", about]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     given = {node.arg: node.value for node in nodes if isinstance(node, ast.keyword)}
     options: dict[str, str] = {}

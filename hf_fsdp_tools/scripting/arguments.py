@@ -26,7 +26,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
-from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
+from hf_fsdp_tools.text import did_you_mean, first_line, first_lines, recipe_commands
 
 
 @dataclass
@@ -108,7 +108,7 @@ def parse_arguments(
     `ScriptArguments`) and one that extends `TrainingArguments` usually are. Without a model and a dataset the recipe is
     a demo. Where the output folder is the recipe's default and holds a run already, the next free number is used
     ("outputs/finetune-2"); `--resume_from_checkpoint true` takes the last. Where standard error is no terminal, and
-    with `--disable_tqdm`, libraries show no bars. `--help` begins with the docstring of the running script.
+    with `--disable_tqdm`, libraries show no bars. `--help` begins with docstring and `COMMANDS` of the running script.
 
     `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
     the file names a model. With `--use_peft`, `adapter_learning_rate` holds where nobody gives a learning rate, for
@@ -196,8 +196,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     def parse(self, demo: dict[str, Any], adapter: dict[str, Any]) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
 
-        Without a model the values of the demo are defaults, with an adapter those for one, and with early stopping what
-        it needs of the Trainer.
+        Without a model the demo's values are defaults, with an adapter its own, with early stopping what that needs.
         """
         start = _Parser((), allow_abbrev=False, add_help=False)
         start.add_argument("--config", type=Path)
@@ -249,6 +248,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print after 150 lines of usage."""
         option, _, rest = message.removeprefix("argument ").partition(": ")
+        rest = rest.replace("expected one argument", "give a value; a switch takes true or false")
         raise ConfigError(f"{option.split('/')[0]}: {rest}." if rest else f"{message}.")
 
     def print_help(self, file: Any = None) -> None:
@@ -257,7 +257,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             super().print_help(file)
 
     def format_help(self) -> str:
-        """The script's docstring, its own options, then those of TRL and transformers."""
+        """The script's docstring and its `COMMANDS`, its own options, then those of TRL and transformers."""
         formatter = self._get_formatter()
         libraries = ("trl.", "transformers.", "sentence_transformers.")
         parts = (part for kind in self.dataclass_types for part in kind.__mro__)
@@ -269,9 +269,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
+        script = sys.modules["__main__"]
+        commands = recipe_commands(Path(self.prog).stem.replace("_", "-"), getattr(script, "COMMANDS", {}))
         usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
-        return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
+        return "\n\n".join([usage, (script.__doc__ or "").strip(), commands, formatter.format_help()])
 
 
 _OF_LAUNCHER = ["cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank"]

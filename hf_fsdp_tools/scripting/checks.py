@@ -31,8 +31,7 @@ def check_before_loading(
     Looked at: the model's config, the first 100 rows (all where the tokenizer has more tokens than the model), and for
     adapters the model on meta. A default of `--max_length` becomes the positions of a model that has fewer.
 
-    `tokenizer` may be a processor; `auto_class` is that of `load_model`. Every rank must call. The ranks exchange
-    errors alone.
+    `tokenizer` may be a processor; `auto_class` is that of `load_model`. Every rank must call; errors are exchanged.
 
     Raises:
         ConfigError: this kind of training, adapter or optimizer does not fit the model, its positions, its tokens or
@@ -236,8 +235,7 @@ def _on_meta(config: Any, model_args: Any, training: Any, auto_class: Any) -> An
 
 
 def _check_targets(model: Any, model_args: Any) -> None:
-    """Put the adapter on the model on meta, by PEFT itself: it says what it finds nothing for. Experts are named then,
-    if they are to have adapters."""
+    """Put the adapter on the model on meta, by PEFT itself, which says what it finds nothing for; then name experts."""
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from trl import get_peft_config
@@ -288,16 +286,14 @@ _TOKENS = 16
 """Tokens of each of two documents."""
 
 _NOISE, _NOISE_16_BITS = 1e-3, 3e-2
-"""Noise of logits relative to their spread. Mixtures of experts change by 1e-5, models that leak by 0.02 to 6 (measured
-over 60 architectures)."""
+"""Noise of logits relative to their spread. Mixtures change by 1e-5, models that leak by 0.02 to 6 (of 60 measured)."""
 
 
 def check_documents_apart(trainer: Any) -> None:
     """Refuse a model whose logits for a document depend on the document before it in a packed row: some make their mask
     without regard to positions (GPT-OSS, OPT, Falcon), and recurrent ones carry their state on (Mamba).
 
-    The trainer's own collator packs two documents twice, with another first one. Every rank must call: units are
-    gathered.
+    The trainer's own collator packs two documents twice, with another first one. Every rank must call.
     """
     model = trainer.model
     option = "--packing" if trainer.args.packing else "--padding_free"

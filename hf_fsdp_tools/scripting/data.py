@@ -385,8 +385,7 @@ _WINDOW = 1_000
 def share_of_stream(
     stream: Any, *, held_out: Any = None, columns: Collection[str] = ("text",), seed: int | None = None
 ) -> Any:
-    """This rank's rows of a stream, again and again: none has a row of another that it does not share (`cp_size`), and
-    none ends before the others.
+    """This rank's rows of a stream, again and again: no rank ends before others, or shares a row outside `cp_size`.
 
     Where the stream's files divide evenly among the ranks, a rank reads files of its own; otherwise it reads all of
     them and keeps every n-th row. (`split_dataset_by_node` of datasets divides what the trainer makes of the rows: each

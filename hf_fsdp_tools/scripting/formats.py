@@ -118,8 +118,7 @@ def _with_prompt(row: dict[str, Any], answers: list[str]) -> dict[str, Any]:
 def with_places_of_images(dataset: Any) -> Any:
     """A dataset whose turns have their images where `<image>` stood in the text, as parts of a turn.
 
-    TRL leaves that word in the text and puts all images before the first question. Rows without the word get theirs
-    there too.
+    TRL leaves that word in the text and puts all images before the first question, as here where there is no word.
     """
     rows = islice(iter(dataset), _LOOKED_AT)
     texts = (turn.get("content") for row in rows for turn in row.get("messages") or ())

@@ -26,8 +26,7 @@ def load_rewards(script: Any, columns: Iterable[str]) -> list[Callable[..., Any]
     A name is one of TRL's own (`think_format_reward`), a dotted path (`my_lib.rewards.length_reward`), which is also
     looked for in the working folder, or a file and a name in it (`my_rewards.py:length_reward`). The file is run.
 
-    `script` is TRL's `GRPOScriptArguments`; a function may take `columns` of the rows by name. Every rank must call.
-    The ranks exchange errors alone.
+    `script` is TRL's `GRPOScriptArguments`; a function may take `columns` by name. Every rank must call.
 
     Raises:
         ConfigError: there is no such function, file or module, it cannot be run, or the function does not take what

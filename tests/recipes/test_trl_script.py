@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests.recipes._launch import ROOT, launch_series, write_split
+from tests._documents import blocks
+from tests.recipes._launch import launch_series, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
 
@@ -20,9 +21,9 @@ OPTIONS += ["--max_length", "64", "--learning_rate", "1e-3", "--logging_steps", 
 
 
 def with_the_lines_of_the_readme(script: str) -> str:
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(re.findall(r"^\+", diff, re.MULTILINE)) == 3
-    for part in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+    (diff,) = blocks("README.md", "diff")
+    assert len(re.findall(r"^\+", diff.text, re.MULTILINE)) == 3
+    for part in re.split(r"^@@.*\n", diff.text, flags=re.MULTILINE):
         lines = part.splitlines(keepends=True)
         before, after = ("".join(line[1:] for line in lines if line[0] in signs) for signs in (" -", " +"))
         assert script.count(before) == 1, f"TRL's script does not have {before!r}"

@@ -17,16 +17,16 @@ from hf_fsdp_tools.sharding.phases import Phase
 from hf_fsdp_tools.sharding.shard import features
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import fake_ranks, run_ranks
+from tests._documents import ROOT, TEXTS, blocks
 from tests._training import train
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "extending.md").read_text()
+TEXT = TEXTS["docs/extending.md"]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 
 def run_section(title: str, **given: Any) -> dict[str, Any]:
     """Run all code blocks of a section, one after the other, with these names given; return all names after it."""
-    code = "\n".join(re.findall(r"``python\n(.*?)``", SECTIONS[title], re.S))
+    code = "\n".join(each.text for each in blocks("docs/extending.md", "python") if each.text in SECTIONS[title])
     assert code, f"no code in section {title!r}"
     names: dict[str, Any] = given
     exec(compile(code, f"docs/extending.md: {title}", "exec"), names)

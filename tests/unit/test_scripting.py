@@ -28,6 +28,7 @@ from hf_fsdp_tools.scripting import ModelArguments, data, progress, run, running
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.data import share_of_stream
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._documents import blocks
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
@@ -182,6 +183,16 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
 
 
 # ---- data ----
+
+
+def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatch):
+    """Each, as a file of its own, becomes what TRL's trainer takes."""
+    (block,), found = blocks("docs/data.md", "json"), []
+    for row in block.text.splitlines():
+        (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 20)
+        script, training, _ = parsed(monkeypatch, "--model_name_or_path", "demo", "--dataset_name", "rows.jsonl")
+        found.append(sorted(scripting.load_splits(script, training, columns=SFT)[0].column_names))
+    assert found == [["messages"], ["messages"], ["completion", "prompt"], ["completion", "prompt"]]
 
 
 @pytest.mark.parametrize(
