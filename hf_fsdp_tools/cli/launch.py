@@ -102,10 +102,8 @@ def cpu_words(config: Any) -> list[str]:
 def commands_of(recipe: Path) -> str:
     """The commands of a recipe's table, from its source."""
     body = ast.parse(recipe.read_text(encoding="utf-8")).body
-    (table,) = (
-        each.value for each in body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "COMMANDS"
-    )
-    return recipe_commands(recipe.stem.replace("_", "-"), ast.literal_eval(table))
+    values = {ast.unparse(each.targets[0]): each.value for each in body if isinstance(each, ast.Assign)}
+    return recipe_commands(recipe.stem.replace("_", "-"), ast.literal_eval(values["COMMANDS"]))
 
 
 def _help_of(recipe: Path) -> str:

@@ -135,11 +135,12 @@ SHOWN = shown()
 SLOW = [name for name in SHOWN if name.startswith("vision-language")]
 
 
-def test_every_recipe_has_commands_for_one_gpu_and_for_eight_and_pages_show_them():
+def test_every_recipe_has_commands_for_one_gpu_and_for_eight_which_help_and_pages_show(capsys):
     for name, path in recipes().items():
         configs = [words[2] for words in SHOWN.values() if words[0] == name.replace("_", "-")]
         assert "8x80gb" in configs and {"1x24gb", "1x80gb"} & set(configs), name
         assert commands_of(path) in TEXTS["docs/recipes.md"], "python docs/paste.py"
+        assert main([name.replace("_", "-"), "--help"]) == 0 and commands_of(path) in capsys.readouterr().out
     rows = re.findall(r"^\| one GPU .*`hf-fsdp (.*?)` \|$", TEXTS["README.md"], re.MULTILINE)
     assert rows and all(shlex.split(row) in SHOWN.values() for row in rows)
 

@@ -167,10 +167,14 @@ def test_a_model_of_the_users_own_is_not_trained_with_the_settings_of_the_demo(w
 
 
 def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["__main__"], "COMMANDS", {"8x80gb": "--model_name_or_path X"}, raising=False)
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
     own, foreign = capsys.readouterr().out.split("options of TRL and transformers:")
-    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 64
+    assert "# eight GPUs of 80 GB, all weights\nhf-fsdp recipe --config_file 8x80gb --model_name_or_path X\n" in own
+    with pytest.raises(ConfigError, match=r"--bf16: give a value; a switch takes true or false\.$"):
+        parsed(monkeypatch, "--bf16")
+    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 67
     assert foreign.count("\n  --learning_rate ") == 1
     with pytest.raises(SystemExit, match="1"):
         run(Mock(side_effect=ConfigError("this is wrong")), "finetune")

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
-from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup, estimate_memory
+from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.launch import named_config, recipes
 from hf_fsdp_tools.scripting import arguments, running, setups
@@ -243,9 +243,6 @@ def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monke
     imitate_gpus(monkeypatch, 0)
     assert [words[0] for words in commands] == ["finetune", "finetune", "finetune", "config", "config"]
     assert [(setup.num_processes, setup.gpus_per_node, setup.max_length) for _, setup in searched] == [(16, 8, 4096)]
-    parsed("finetune", started[0][started[0].index(str(recipes()["finetune"])) + 1 :], monkeypatch, 2)
-    one, eight = (words[words.index("--config_file") + 1 :] for words in started[1:])
-    setup = run_by(Path(one[0]), "finetune", one[2:], monkeypatch, "rtx-4090")
-    assert setup.lora_dropout == 0.05 and estimate_memory("Qwen/Qwen3-8B", setup).total < 24e9
+    eight = started[-1][started[-1].index("--config_file") + 1 :]  # one GPU's is of the recipe's table
     setup, said = run_by(Path(eight[0]), "finetune", eight[2:], monkeypatch, "h100-80gb"), told(Path(eight[0]))
     assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
