@@ -36,7 +36,7 @@ def _train(folder: str, tp_size: int) -> None:
 
 
 def _warm() -> None:
-    # A first backward pass on shards starts threads for devices where torch is built for GPUs, and they survive no fork.
+    # A first backward pass on shards starts threads for devices in builds of torch for GPUs, which survive no fork.
     torch.ones(1, requires_grad=True).sum().backward()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork

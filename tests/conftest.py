@@ -4,14 +4,17 @@ the environment, or silence, to the next."""
 
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
 import hypothesis
 import psutil
 import pytest
+from packaging.version import Version
 
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._cost import GB_PER_WORKER, Costs, in_order
@@ -55,6 +58,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config))
     if config.getoption("markexpr") == "nightly":
         start_ranks_warm(False)  # the suite does not depend on what the warm server leaves to its ranks
+
+
+NEEDED = re.compile(r"needs (\w+) (\d+\.\d+) or newer")
+"""How the package says that an older library lacks something (docs/guide.md): a test of it is skipped there."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed and call.excinfo is not None:
+        cases = re.split(r"^--- case ", str(call.excinfo.value), flags=re.MULTILINE)
+        said = [NEEDED.search(case) for case in cases[1:] or cases]
+        if all(each and Version(version(each[1])) < Version(each[2]) for each in said):
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"it {said[0][0]}")
+    return report
 
 
 SMOKE = ("test_architecture.py", "unit/test_documents.py", "unit/test_arguments.py", "unit/test_setups.py")

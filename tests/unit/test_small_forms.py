@@ -1,6 +1,8 @@
 """Small forms of models that read images or sound train on these among words, and on packed rows of words alone."""
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from tests.census.defaults import CONFIG_MAPPING, build_config
@@ -21,10 +23,16 @@ INPUTS = {
 }
 
 
+BROKEN = {"llama4": Version(transformers.__version__).release[:2] == (5, 24)}
+"""What this transformers does not run by itself (benchmarks/reports/transformers_llama4_outputs.py)."""
+
+
 @pytest.mark.parametrize("model_type", INPUTS)
-def test_images_and_sound_are_among_the_words(model_type, tmp_path):
+def test_images_and_sound_are_among_the_words(model_type, tmp_path, request):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("this transformers has no such type")
+    broken = pytest.mark.xfail(BROKEN.get(model_type, False), reason="transformers does not run it", strict=True)
+    request.applymarker(broken)
     config = telling(build_config(model_type))
     case, _ = tiny_case(config, model_classes(model_type, config), tmp_path / "checkpoint", is_training=True)
     (row, _) = case.batches["rows"]
