@@ -214,7 +214,7 @@ def test_who_is_reported_to_gets_all_figures(series):
     most = max(line["peak_memory_gb"] for line in steps)
     assert reported["measured"]["peak_gb"] == pytest.approx(most, rel=0.01) and reported["estimated"] is None
     assert reported["measured"]["tokens_per_second_per_gpu"] > 0 and reported["trainer"] == "SFTTrainer"
-    assert reported["versions"]["torch"] == torch.__version__
+    assert reported["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # packaged without
 
 
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
