@@ -34,8 +34,8 @@ LOADERS = {
     "hf_fsdp_tools": "hf_fsdp_tools",
     "transformers native, then written once": "transformers, native",
     "accelerate FSDP2, RAM-efficient": "Accelerate, RAM-efficient",
-    "accelerate FSDP2, every rank loads all": "Accelerate, every rank loads all",
-    "torch DCP HuggingFaceStorageReader": "torch DCP reader, two buffers wrong",
+    "accelerate FSDP2, every rank loads all": "Accelerate, all ranks load all",
+    "torch DCP HuggingFaceStorageReader": "torch DCP reader (2 buffers wrong)",
 }
 """Rows of the benchmark of loading, likewise."""
 ABOVE = "above the shards MB by rank (mapped files)"
