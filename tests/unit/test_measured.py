@@ -72,7 +72,7 @@ def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictur
     times = {name: re.findall(r"\d+\.\d", note) for name, (_, note) in loaded.items()}
     native, efficient, every = (
         times[name]
-        for name in ("transformers, native", "Accelerate, RAM-efficient", "Accelerate, every rank loads all")
+        for name in ("transformers, native", "Accelerate, RAM-efficient", "Accelerate, all ranks load all")
     )
     cells = ", ".join(f"{least}–{most}" for least, most in zip(every, efficient, strict=True))
     assert f"| 1, 1 | {cells} | {', '.join(native)} |" in README
