@@ -197,7 +197,7 @@ class Axes:
         copies = self.shards.size(0) if self.shards.ndim > 1 else 1
         return ParallelDims(
             dp_replicate_size=copies,
-            dp_shard_size=self.shards.size(-1) // rows,
+            dp_shard_size=self.shards.shape[-1] // rows,
             cp_size=rows,
             tp_size=layers,
             ep_size=experts,

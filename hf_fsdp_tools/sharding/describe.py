@@ -58,7 +58,7 @@ def describe_sharding(model: nn.Module) -> str:
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == sharding.mesh.ndim
     )
     for dim in sorted(split.keys() - {0}):
-        why = f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks"
+        why = f"split along dimension {dim}, having too few rows for {sharding.mesh.shape[-1]} ranks"
         lines += [f"{why}: {names}" for names in merge_alike(split[dim])]
     layers = sum(note_of(module).float8 is not None for module in model.modules())
     in_float8 = f", FP8 in {layers} linear layers" if layers else ""

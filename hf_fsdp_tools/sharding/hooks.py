@@ -60,7 +60,7 @@ class Units(Feature):
             if module is not model and module._parameters:
                 yield Hook(module, Phase.COPY, _part_from_weights)
             yield Hook(module, Phase.COPY, _as_no_views)
-            if sharding.mesh.size(-1) == 1:
+            if sharding.mesh.shape[-1] == 1:
                 yield Hook(module, Phase.MEMORY, use_frozen_in_place)
             yield Hook(module, Phase.MEMORY, _prepare_unit)
             if len(unit_modules(module)) > 1:

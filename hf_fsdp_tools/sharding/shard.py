@@ -193,9 +193,9 @@ def checked_sharding(
         add_to_note(model.get_submodule(name), is_block=True)
     if sharding_of(model) is not None or any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
-    check_partial_resharding(tree, plan, mesh.size(-1))
+    check_partial_resharding(tree, plan, mesh.shape[-1])
     if rank_and_size()[0] == 0:
-        warn_of_padding(tree, plan, mesh.size(-1), (axes.expert_shards or mesh).size(-1))
+        warn_of_padding(tree, plan, mesh.shape[-1], (axes.expert_shards or mesh).shape[-1])
     offload_policy = as_offload_policy(offload_policy) or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         offload_policy = CPUOffloadPolicy(pin_memory=False)
@@ -315,14 +315,14 @@ def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=mp_policy,
                 offload_policy=sharding.offload_policy,
-                shard_placement_fn=partial(choose_placement, ranks=mesh.size(-1)),
+                shard_placement_fn=partial(choose_placement, ranks=mesh.shape[-1]),
                 ignored_params=replicated or None,
             )
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
             experts: Any = members[0]
             experts.set_gradient_divide_factor(float(sharding.mesh.size()))
             # NCCL's PREMUL_SUM, in which FSDP2 would divide, other backends lack; in bf16 it is wrong (pytorch#190747)
-            experts.set_force_sum_reduction_for_comms(mesh.size(-1) > 1)
+            experts.set_force_sum_reduction_for_comms(mesh.shape[-1] > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
     use_own_entries(model)

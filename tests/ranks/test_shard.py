@@ -293,7 +293,7 @@ def load_train_and_save(folder, to, replicas):
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.placements[-1] == Shard(2) and experts.down_proj.placements[-1] == Shard(1)
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
-    assert here < 1.2 / mesh.size(-1) * sum(parameter.numel() for parameter in plain.parameters())
+    assert here < 1.2 / mesh.shape[-1] * sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(full(parameter), plain.get_parameter(name)), name
     assert not [f for f in diagnose(model).findings if f.code == "padded-shards"]
@@ -316,7 +316,7 @@ def neighbours_read_half_each(model: nn.Module, folder) -> None:
     together = load_weights(model, folder)
     with replaced(bands, LEAST_RUN=0):
         alone = load_weights(model, folder)
-    is_reader = dist.get_rank() < model.model.norm.weight.device_mesh.size(-1)  # of the first replica
+    is_reader = dist.get_rank() < model.model.norm.weight.device_mesh.shape[-1]  # of the first replica
     assert together.share_bytes == alone.share_bytes and (together.bytes_read < alone.bytes_read) == is_reader
     failing = Mock(side_effect=CheckpointError("a bad disk"))
     with replaced(fill, read_into=failing if dist.get_rank() == 1 else fill.read_into):
