@@ -9,12 +9,18 @@ import torch
 from hf_fsdp_tools.proof.rounding import MULTIPLE, SHARES, summed_in_parts
 
 
+OF_A_NUMBER = 2**-11
+"""How far a number may be in any case, relatively: an eighth of a rounding in bf16, since losses are means of values that
+were rounded. (A draw of five may be nearer by chance; a count of tokens in bf16 is four times as far.)"""
+
+
 def with_rounding(run: Callable[[], Any], exact: Callable[[], Any] | None = None) -> tuple[Any, Any]:
     """What `run` gives of the plain model, and how far another right result may be from each tensor and number of it.
 
     `run` begins from the same state each time; it runs once as it is, and once for each of `SHARES`; where the other
     result rounds at other places, as FSDP does beside autocast, `exact` is the same in fp32, as far as that is, too. A
-    distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far. Where
+    distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far, and by
+    `OF_A_NUMBER`. Where
     numbers stand in a list, one for each step, a later one may be as far as any before it.
     """
     plain, others = run(), []
@@ -32,7 +38,8 @@ def _allowed(plain: Any, others: list[Any]) -> Any:
         each = [_allowed(value, [other[i] for other in others]) for i, value in enumerate(plain)]
         return [*accumulate(each, max)] if isinstance(plain[0], float) else each
     far = max(float((torch.as_tensor(other) - torch.as_tensor(plain)).abs().max()) for other in others)
-    return MULTIPLE * far * (1 if isinstance(plain, torch.Tensor) and plain.dim() else 2)
+    is_number = not isinstance(plain, torch.Tensor) or not plain.dim()
+    return max(2 * MULTIPLE * far, abs(float(plain)) * OF_A_NUMBER) if is_number else MULTIPLE * far
 
 
 def assert_within(found: Any, run: Callable[[], Any], exact: Callable[[], Any] | None = None) -> None:
