@@ -8,10 +8,9 @@ import torch
 
 from hf_fsdp_tools.proof.rounding import MULTIPLE, SHARES, summed_in_parts
 
-
 OF_A_NUMBER = 2**-11
-"""How far a number may be in any case, relatively: an eighth of a rounding in bf16, since losses are means of values that
-were rounded. (A draw of five may be nearer by chance; a count of tokens in bf16 is four times as far.)"""
+"""How far a number may be in any case, relatively: an eighth of a rounding in bf16, since losses are means of values
+that were rounded. (All draws may be near by chance; a count of tokens in bf16 is four times as far.)"""
 
 
 def with_rounding(run: Callable[[], Any], exact: Callable[[], Any] | None = None) -> tuple[Any, Any]:
@@ -19,9 +18,8 @@ def with_rounding(run: Callable[[], Any], exact: Callable[[], Any] | None = None
 
     `run` begins from the same state each time; it runs once as it is, and once for each of `SHARES`; where the other
     result rounds at other places, as FSDP does beside autocast, `exact` is the same in fp32, as far as that is, too. A
-    distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far, and by
-    `OF_A_NUMBER`. Where
-    numbers stand in a list, one for each step, a later one may be as far as any before it.
+    distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far, and
+    `OF_A_NUMBER` in any case. Where numbers stand in a list, one for each step, a later one may be as far as any before.
     """
     plain, others = run(), []
     for share in SHARES:
