@@ -71,8 +71,7 @@ def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictur
     assert f"loading takes {own:.1f} MB above the shards" in words and min(memory for memory, _ in others) > 50 * own
     times = {name: re.findall(r"\d+\.\d", note) for name, (_, note) in loaded.items()}
     native, efficient, every = (
-        times[name]
-        for name in ("transformers, native", "Accelerate, RAM-efficient", "Accelerate, all ranks load all")
+        times[name] for name in ("transformers, native", "Accelerate, RAM-efficient", "Accelerate, all ranks load all")
     )
     cells = ", ".join(f"{least}–{most}" for least, most in zip(every, efficient, strict=True))
     assert f"| 1, 1 | {cells} | {', '.join(native)} |" in README
