@@ -19,7 +19,7 @@ def with_rounding(run: Callable[[], Any], exact: Callable[[], Any] | None = None
     `run` begins from the same state each time; it runs once as it is, and once for each of `SHARES`; where the other
     result rounds at other places, as FSDP does beside autocast, `exact` is the same in fp32, as far as that is, too. A
     distance is that of the largest difference in a tensor; a number, which has no largest, may be twice as far, and
-    `OF_A_NUMBER` in any case. Where numbers stand in a list, one for each step, a later one may be as far as one before.
+    `OF_A_NUMBER` in any case. In a list of numbers, one for each step, a later one may be as far as any before it.
     """
     plain, others = run(), []
     for share in SHARES:
