@@ -49,7 +49,7 @@ def assert_near(found: Any, plain: Any, allowed: Any, what: str = "") -> None:
     """The same with what `with_rounding` gave; all of one structure of dictionaries and lists."""
     if isinstance(plain, dict | list | tuple):
         keys = plain if isinstance(plain, dict) else range(len(plain))
-        assert len(found) == len(plain), what
+        assert len(found) == len(plain) > 0, what
         for key in keys:
             assert_near(found[key], plain[key], allowed[key], f"{what} {key}")
     else:

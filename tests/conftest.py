@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         start_ranks_warm(False)  # the suite does not depend on what the warm server leaves to its ranks
 
 
-NEEDED = re.compile(r"needs (\w+) (\d+\.\d+) or newer")
+NEEDED = re.compile(r"needs (torch|transformers|accelerate) (\d+\.\d+) or newer")
 """How the package says that an older library lacks something (docs/guide.md): a test of it is skipped there."""
 
 

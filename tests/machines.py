@@ -9,6 +9,7 @@ A number that only one processor gives is no number to test for.
 
 import datetime
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,8 @@ def settings() -> dict[str, dict[str, str]]:
 def run(name: str, words: list[str]) -> int:
     """The exit status of pytest under a setting."""
     environment = os.environ | settings()[name]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+    options = re.findall(r"bin/pytest (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)[-1].split()
+    command = [sys.executable, "-m", "pytest", "-q", *options]
     with ExitStack() as stack:
         if name == "oneDNN off":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
