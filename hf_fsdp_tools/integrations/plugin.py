@@ -246,7 +246,6 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
     def _read_recompute(self) -> None:
         """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""
         prefix = "activation_checkpointing"
-        self.__dict__.setdefault(f"{prefix}_offload", None)  # Accelerate before 1.15 has no such field
         on, offload = (_value(self, name) is True for name in (prefix, f"{prefix}_offload"))
         every = f"{prefix}_every_n_layers"
         number = _read_size(self.activation_checkpointing_every_n_layers, every, f"FSDP_{every.upper()}")

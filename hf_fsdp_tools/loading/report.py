@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from inspect import signature
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -160,10 +159,7 @@ def log_keys(model: nn.Module, report: LoadReport) -> None:
     """Warn of missing, unexpected and mismatched keys on rank 0, in transformers' own table, through its own logger."""
     if report.rank != 0:
         return
-    known = signature(LoadStateDictInfo).parameters  # transformers 5.15 has no pipeline
-    others: dict[str, Any] = {"conversion_errors": {}, "skipped_pp_keys": set()}
-    others = {name: value for name, value in others.items() if name in known}
-    info = LoadStateDictInfo(**report.loading_info(), **others)
+    info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
     info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
     logger: Any = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
     if not sys.stderr.isatty():

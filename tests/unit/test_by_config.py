@@ -188,11 +188,3 @@ def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):
     with pytest.raises(ConfigError) as caught:
         keep_by_config(llama(**quantization))
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_base_stays_as_stored_with_newer_transformers_alone(monkeypatch):
-    """Their conversions name the keys of such a base otherwise, so that its saves would fail."""
-    older = SimpleNamespace(__version__="5.16.1")
-    monkeypatch.setattr("hf_fsdp_tools.loading.quantized.keep.transformers", older)
-    with pytest.raises(ConfigError, match=r"dequantize=False needs transformers 5\.17 or newer"):
-        keep_stored(torch.nn.Linear(2, 2), None)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -56,8 +54,6 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
         ConfigError: nothing is quantised, or something quantised has no such form in the model: tables, tied weights,
             what a conversion computes, blocks that conversions cut through.
     """
-    if Version(transformers.__version__) < Version("5.17"):
-        raise ConfigError("dequantize=False needs transformers 5.17 or newer: older ones fail to save such a base.")
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
