@@ -1,7 +1,6 @@
 """What a quantization_config alone says of a checkpoint's weights is what its files hold."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
