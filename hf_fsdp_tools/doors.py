@@ -1,21 +1,22 @@
-"""The way to `extensions/`: its modules are found by their names, so that the core runs without the folder."""
+"""The way to `extensions/`: its modules are named here alone, so that the core runs without the folder."""
 
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
 _FOLDER = "hf_fsdp_tools.extensions"
 
+FEATURES = ("tensor_parallel", "context_parallel", "packed_rows", "liger", "float8", "streamed")
+"""The modules of the folder that change what a model does, in the order in which they do: its layers are divided before
+its rows, and its weights are converted before shards of them are offloaded."""
 
-def extensions() -> list[ModuleType]:
-    """The modules and packages of the folder; none where it is not there."""
-    found = find_spec(_FOLDER)
-    paths = found.submodule_search_locations if found is not None else None
-    return [import_module(f"{_FOLDER}.{each.name}") for each in iter_modules(paths or ())]
+
+def features_of_extensions() -> list[Any]:
+    """The `FEATURE` of each of these modules; none where the folder is not there."""
+    is_there = find_spec(_FOLDER) is not None
+    return [import_module(f"{_FOLDER}.{name}").FEATURE for name in FEATURES if is_there]
 
 
 def extension(name: str) -> Any:

@@ -334,7 +334,8 @@ def _before_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     if (positions := given.get("position_ids")) is not None and positions.shape[-1] == length:
         rows.position_ids = positions
-    return (), {n: v if "mask" in n else of_tokens(n, v, length, rows.part) for n, v in given.items()}
+    cut = {n: v if "mask" in n else of_tokens(n, v, length, rows.part) for n, v in given.items()}
+    return (cut.pop(names[0]),), cut  # by place, where offloading and transformers' `output_hidden_states` look
 
 
 def _join_hidden(block: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
@@ -360,9 +361,10 @@ def _after_model(model: nn.Module, args: object, output: Any, *, rows: Rows) -> 
         return output
     has_labels, rows.labels = rows.labels is not None, None
     for name, part in list(output.items()):
-        is_of_tokens = isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[1] == rows.part_length
-        if is_of_tokens and (part.dim() == 2 or not has_labels or rows.joins_outputs):
-            output[name] = rows.whole(part, 1)[:, : rows.length].contiguous()
+        if isinstance(part, torch.Tensor) and (part.dim() == 2 or not has_labels or rows.joins_outputs):
+            output[name] = _joined(part, rows)
+        elif name == "hidden_states" and part:  # were asked for
+            output[name] = tuple(_joined(each, rows)[:, : rows.length] for each in part)
     if not isinstance(rows.kept, int) or rows.kept:
         kept = slice(-rows.kept, None) if isinstance(rows.kept, int) else rows.kept
         output["logits"] = output["logits"][:, kept].contiguous()
@@ -381,6 +383,12 @@ def _after_model(model: nn.Module, args: object, output: Any, *, rows: Rows) -> 
     # the value of whole rows, and the gradient of this rank's part
     output.loss = output.loss + (mean / rows.size - output.loss.detach())
     return output
+
+
+def _joined(part: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Whole rows of what has a part of them; anything else as it is."""
+    is_of_tokens = part.dim() > 1 and part.shape[1] == rows.part_length
+    return rows.whole(part, 1)[:, : rows.length].contiguous() if is_of_tokens else part
 
 
 @contextmanager

@@ -28,7 +28,8 @@ class LastNorm:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         parts = {each: before._parts[each] for each in parameters if each in before._parts}
-        self.norm = norm_of_parts(parts).cpu() if parts else before.norm
+        norms = (norm_of_parts(parts).cpu() if parts else None, before.norm)  # an infinite one says nothing of a step
+        self.norm = next((norm for norm in norms if norm is not None and norm.isfinite()), None)
         if self.norm is not None:
             self._factor = (self.limit / (self.norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
 

@@ -32,7 +32,7 @@ from hf_fsdp_tools.extensions.divided_head import DividedHead
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, reads_child, replaced, slots
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
 from hf_fsdp_tools.modeling.packed import (
     listed_as_parameters,
     packed_parameters,
@@ -113,6 +113,9 @@ class DividedLayers(Feature):
         """LoRA on a divided layer is divided with it."""
         refuse_adapters(model)
         divide_adapters(model)
+        for wrapper in model.modules():  # copies that PEFT trains (`modules_to_save`), which ran their originals
+            for copy in getattr(wrapper._modules.get("modules_to_save"), "modules", lambda: ())():
+                install_style(copy)
 
     def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
         """The loss of a divided head is computed of parts of the logits.
@@ -464,7 +467,12 @@ def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size
     twin = copy_on_meta(model)
     try:
         whole = _shapes_taken(twin, tp_size)
-    except Exception:  # values decide what the plain model computes (experts, images), so nothing can be said
+    except Exception as error:  # values decide what the plain model computes (experts, images)
+        if dist.get_rank() == 0:
+            warn(
+                f"Whether whole weights of {type(model).__name__} see a part alone (tp_size {tp_size}) is not known, "
+                f"as it does not run without data ({first_line(error)}). hf-fsdp prove compares it with one process."
+            )
         return []
     twin = copy_on_meta(model)
     divide(twin)

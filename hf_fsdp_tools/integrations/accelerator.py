@@ -56,7 +56,6 @@ from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
-from hf_fsdp_tools.sharding.fsdp2_internals import make_root
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward
 from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
@@ -337,7 +336,6 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
     root: Any = sharded_module(model)
-    make_root(root or model)  # before a script calls get_input_embeddings()(ids)
     if isinstance(root, FSDPModule) and getattr(accelerator.ddp_handler, "find_unused_parameters", False):
         if hasattr(root, "set_reduce_scatter_unused_params"):  # heads that each rank chooses
             root.set_reduce_scatter_unused_params(True)

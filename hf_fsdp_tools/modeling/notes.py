@@ -19,8 +19,8 @@ class Note:
     """The `CastWeights` of a module of such a model, where no unit gathers its weights."""
     is_prepared: bool = False
     """Whether an Accelerator of FSDP2 has prepared the model."""
-    cache_is_off: bool = False
-    """Whether `use_cache` was turned off in the config for training."""
+    cached: tuple[int, ...] = ()
+    """Which configs of a model (its own, that of its text) had `use_cache` before it was turned off for training."""
     gathered: bool | None = None
     """Whether the units of such a model stay gathered while it generates; None where memory decides."""
     packed: Mapping[str, Any] = field(default_factory=dict)

@@ -200,12 +200,12 @@ class HiddenFolder:
 
     def check_visible(self, layout: Layout) -> None:
         """Refuse a folder in which this rank does not see the files that rank 0 made."""
+        end_s = time.monotonic() + _APPEARS_S
         for name, expected in layout.sizes.items():
             path = self.path / name
-            size = path.stat().st_size if path.exists() else None
-            if size != expected:
+            while (size := path.stat().st_size if path.exists() else None) != expected:
                 fact = "absent" if size is None else f"{size} bytes long, expected {expected}"
-                raise _not_shared(self.folder, f"{path.relative_to(self.folder)} is {fact}")
+                _wait_until(end_s, self.folder, f"{path.relative_to(self.folder)} is {fact}")
 
     def new_names(self) -> tuple[str, ...]:
         """Names that the files next to the weights will have in the folder."""
@@ -239,20 +239,21 @@ def check_shared(folder: Path) -> None:
             made = folder / all_ranks(probe.name, "making the folder")[0]
             end_s = time.monotonic() + _APPEARS_S
             while not made.exists():
-                if time.monotonic() > end_s:
-                    raise _not_shared(folder, "a file that rank 0 made is absent")
-                time.sleep(0.1)
+                _wait_until(end_s, folder, "a file that rank 0 made is absent")
     finally:
         if is_first:
             with suppress(OSError):  # on this rank alone: an empty file stays, and the first save says what is wrong
                 probe.unlink()
 
 
-def _not_shared(folder: Path, fact: str) -> CheckpointError:
-    return CheckpointError(
-        f"{str(folder)!r} is not the same folder on this rank as on rank 0: {fact}. Save to a file system that all "
-        "ranks share."
-    )
+def _wait_until(end_s: float, folder: Path, fact: str) -> None:
+    """Wait for a moment, as file systems of a network show late what others did; refuse the folder at the end."""
+    if time.monotonic() > end_s:
+        raise CheckpointError(
+            f"{str(folder)!r} is not the same folder on this rank as on rank 0: {fact}. Save to a file system that all "
+            "ranks share."
+        )
+    time.sleep(0.1)
 
 
 # ---- files ----

@@ -39,6 +39,7 @@ from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publi
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
@@ -171,6 +172,7 @@ def begin_save(
     it writes from the model. Every rank must call, with equal arguments.
     """
     wait_for_saves()
+    reshard_units(model)
     warn_of_drift(model)
     files: dict[str, Any] = {"tokenizer": tokenizer, "card": model_card}
     if merge_adapters:
@@ -281,7 +283,8 @@ class BegunSave:
                     for file in dict.fromkeys([*self.files, *carried]):
                         sync(file)
                 total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-                assert total == self.layout.num_bytes, f"wrote {total} of {self.layout.num_bytes} bytes"
+                if total != self.layout.num_bytes:
+                    raise CheckpointError(f"Saving to {str(folder)!r} wrote {total} of {self.layout.num_bytes} bytes.")
                 if rank_and_size()[0] == 0:
                     may_thread = self.copied_bytes is None  # the interpreter may be ending otherwise
                     publish_weights(self.hidden, self.names, self.layout, threads=may_thread)

@@ -22,7 +22,7 @@ from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
-from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
+from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
@@ -149,7 +149,8 @@ def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
     replicated = {known[name] for name in sharding.plan.replicated if name in known}
-    outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
+    plain = (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
+    outside = [parameter for parameter in plain if parameter.is_floating_point() and not is_averaged(parameter)]
     inside = any(parameter not in managed and parameter not in replicated for parameter in base.parameters())
     # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
@@ -158,8 +159,6 @@ def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.
     for parameter in outside:
         fill_from_first(parameter, parameter, sharding.mesh)
     average_gradients(outside, sharding.mesh.get_all_groups())
-    if outside:
-        make_root(base)
     return replaced
 
 

@@ -53,14 +53,14 @@ def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
             generator.set_rng_state(state.cpu())
 
 
-def drifted(model: nn.Module, layers: DeviceMesh | None) -> list[str]:
-    """The weights that the ranks of a layer each hold whole, next to their shards, and that differ between them.
+def drifted(model: nn.Module, mesh: DeviceMesh | None) -> list[str]:
+    """The weights that the ranks of a mesh each hold whole, next to their shards, and that differ between them.
 
-    Every rank must call; two numbers for each such weight are reduced over `layers`.
+    Every rank must call; two numbers for each such weight are reduced over the mesh.
     """
-    if layers is None or layers.size() == 1:
+    if mesh is None or mesh.size() == 1:
         return []
-    group, ranks = layers.get_group(), set(layers.mesh.flatten().tolist())
+    ranks = set(mesh.mesh.flatten().tolist())
     whole = {
         name: local_tensor(parameter.detach()).flatten()
         for name, parameter in model.named_parameters()
@@ -69,8 +69,9 @@ def drifted(model: nn.Module, layers: DeviceMesh | None) -> list[str]:
     sums = [part[::step].sum(dtype=torch.float64) for part in whole.values() for step in (1, 7)]
     if not sums:
         return []
-    own = torch.stack([each.to(layers.device_type) for each in sums]).nan_to_num()
+    own = torch.stack([each.to(mesh.device_type) for each in sums]).nan_to_num()
     extremes = torch.cat([own, -own])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     most, least = extremes.view(2, -1, 2)
     return [name for name, differs in zip(whole, (most != -least).any(-1).tolist(), strict=True) if differs]

@@ -37,6 +37,7 @@ from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
 _OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
+_OURS |= {"places", "show_shard", "show_shards", "shows_shards"}
 """Names that no torch needs to have."""
 
 
@@ -57,6 +58,7 @@ def refuse_without(names: Iterable[str], code: str) -> None:
 
 _NAMED_OTHERWISE = {
     "_get_fsdp_state",
+    "_setattr_on_modules",
     "TrainingState",
     "unshard",
     "post_backward",
@@ -86,12 +88,10 @@ def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[
     """
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
-            info = entry._module_info
-            tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+            places = entry.places()
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
-            current = info.module._parameters.get(info.param_name)
-            shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
-            yield shard, [(info.module, info.param_name), *tied]
+            current = places[0][0]._parameters.get(places[0][1])
+            yield current if isinstance(current, DTensor) else entry.sharded_param, places
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -270,9 +270,31 @@ class ShardMemory:
 
 
 class _Entry(_fsdp_param.FSDPParam):
-    """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes."""
+    """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes; and its
+    modules register the shard whenever no pass runs."""
 
     was_trained = False
+
+    def to_unsharded(self) -> None:
+        """As torch's; what is gathered says so, for an optimizer that was given it."""
+        super().to_unsharded()  # type: ignore[no-untyped-call]  # torch's own
+        vars(self._unsharded_param)["is_gathered"] = True
+
+    def show_shard(self) -> None:
+        """Let the modules of a gathered parameter register the shard, while their attributes give what is gathered."""
+        self._setattr_on_modules(self.sharded_param)
+        for module, name in self.places() if self.sharded_state == ShardedState.UNSHARDED else ():
+            vars(module)[name] = self._unsharded_param
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that register the parameter, each with its name there."""
+        info = self._module_info
+        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+    def _setattr_on_modules(self, param: nn.Parameter) -> None:
+        super()._setattr_on_modules(param)  # type: ignore[no-untyped-call]  # torch's own
+        for module, name in self.places():
+            vars(module).pop(name, None)
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         """As torch's, which would cast bytes to the dtype of computation before 2.13."""
@@ -318,7 +340,31 @@ class _OffloadedEntry(_Entry):
         return [self.copy.on_device()]
 
 
-class _OffloadedGroup(_fsdp_param_group.FSDPParamGroup):
+class _Group(_fsdp_param_group.FSDPParamGroup):
+    """torch's group, whose modules register shards between passes."""
+
+    shows_shards = False
+
+    def show_shards(self) -> None:
+        """Let the modules of what stays gathered for a backward pass register shards."""
+        group: Any = self
+        self.shows_shards = not group.is_sharded
+        for entry in group.fsdp_params if self.shows_shards else ():
+            entry.show_shard()
+
+    def unshard(self, async_op: bool = False) -> None:
+        """As torch's; what is shown is gathered anew for another forward pass, as somebody may have written to it."""
+        group: Any = self
+        if self.shows_shards and group._training_state != _fsdp_common.TrainingState.PRE_BACKWARD:
+            group._to_sharded()
+        elif self.shows_shards and group.is_unsharded:
+            for entry in group.fsdp_params:
+                entry.to_unsharded()
+        self.shows_shards = False
+        super().unshard(async_op)
+
+
+class _OffloadedGroup(_Group):
     """torch's group of shards in host memory, of which a unit of ours knows when they travel and are added up."""
 
     unit: Any
@@ -379,6 +425,7 @@ def stream_units(model: nn.Module, unit_of: Callable[..., Any], copy_of: Callabl
 def use_own_entries(model: nn.Module) -> None:
     """Let the units of a model, just sharded, keep their parameters in entries of ours."""
     for group in _groups(model):
+        group.__class__ = _Group
         for entry in group.fsdp_params:
             entry.__class__ = _Entry
 
@@ -399,6 +446,8 @@ def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) 
 
 
 def _gathered_dtype(entry: Any) -> torch.dtype:
+    if not hasattr(entry, "orig_dtype"):  # FSDP2 decides in the first pass
+        entry.init_dtype_attrs(entry.mp_policy)
     dtype: torch.dtype = entry.param_dtype or entry.orig_dtype
     return torch.uint8 if isinstance(entry, _GatheredInstead) else dtype
 
@@ -524,6 +573,25 @@ def gather_for_backward(module: FSDPModule, args: object, output: object) -> Non
     if not in_backward():
         state = _state_of(module)
         state._register_pre_backward_hook(output)
+
+
+def show_shards(model: nn.Module) -> None:
+    """Let modules register shards again once a pass is over, unless a pass of the model itself goes on."""
+    state = _state_of(model) if isinstance(model, FSDPModule) else None
+    if state is not None and state._state_ctx.iter_forward_root is not state:
+        for group in _groups(model):
+            group.show_shards()
+
+
+def refuse_gathered(optimizer: Any) -> None:
+    """Refuse an optimizer of gathered parameters, which FSDP2 throws away: it would step nothing."""
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    if gathered := sum("is_gathered" in vars(each) for each in held):
+        raise ConfigError(
+            f"{gathered} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which end "
+            "with the pass: it was made of attributes of modules (model.lm_head.weight). Make it from "
+            "model.parameters(), which gives shards at any moment."
+        )
 
 
 def in_backward() -> bool:

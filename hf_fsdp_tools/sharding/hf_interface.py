@@ -1,7 +1,7 @@
 """Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from importlib import import_module
 from types import MethodType
@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.accelerator import free_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import cut_whole
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.configs import with_older_keys
+from hf_fsdp_tools.modeling.configs import text_config, with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import require_floats
@@ -206,15 +207,28 @@ def _cut_whole_tensors(
 
 def turn_cache_off(model: nn.Module) -> None:
     """Turn off the cache of keys and values of a model that is trained."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
-        add_to_note(model, cache_is_off=True)
+    configs = _configs(model)
+    cached = tuple(i for i, config in enumerate(configs) if getattr(config, "use_cache", False))
+    for i in cached:
+        configs[i].use_cache = False
+    if cached:
+        add_to_note(model, cached=cached)
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configuration of a model, and that of its text, from which blocks take `use_cache`; none of other models."""
+    config = getattr(model, "config", None)
+    return (
+        [*{id(each): each for each in (config, text_config(config))}.values()]
+        if isinstance(config, PreTrainedConfig)
+        else []
+    )
 
 
 def with_cache_as_found(model: nn.Module) -> AbstractContextManager[None]:
     """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
-    return replaced(model.config, use_cache=True) if note_of(model).cache_is_off else nullcontext()
+    configs = _configs(model)
+    return replaced(*(configs[i] for i in note_of(model).cached), use_cache=True)
 
 
 # ---- weights gathered once for a block, as while text is generated ----

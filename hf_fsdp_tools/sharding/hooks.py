@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, takes_fp32
 from hf_fsdp_tools.modeling.notes import note_of
@@ -28,6 +29,9 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     gather_for_backward,
     in_backward,
     make_gathered_memory,
+    make_root,
+    refuse_gathered,
+    show_shards,
     unit_modules,
     use_frozen_in_place,
 )
@@ -52,6 +56,7 @@ class Units(Feature):
         """Each hook says below which gap it closes."""
         if sharding.is_whole:
             return
+        at_steps(Step.STOP, refuse_gathered)
         in_fp32 = kept_as_stored(model, sharding.mp_policy.param_dtype)
         gather_as_stored(model, in_fp32)
         units = {module for module in model.modules() if isinstance(module, FSDPModule)}
@@ -60,6 +65,8 @@ class Units(Feature):
             if module is not model and module._parameters:
                 yield Hook(module, Phase.COPY, _part_from_weights)
             yield Hook(module, Phase.COPY, _as_no_views)
+            # whichever runs first: PEFT's prompt methods run the embedding, and scripts the base
+            yield Hook(module, Phase.MEMORY, lambda *_: make_root(model))
             if sharding.mesh.shape[-1] == 1:
                 yield Hook(module, Phase.MEMORY, use_frozen_in_place)
             yield Hook(module, Phase.MEMORY, _prepare_unit)
@@ -69,13 +76,13 @@ class Units(Feature):
         yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         yield from hooks_of_experts(tree)
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
-            yield Hook(base, Phase.KEEP, partial(_gather_head, head=head))
+        if (base := getattr(model, "base_model", model)) is not model:
+            yield Hook(base, Phase.KEEP, partial(_end_base_pass, model=model, head=head))
         stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
         kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
-        yield Hook(model, Phase.OUTPUT, partial(_reshard_after_evaluation, kept=kept))
+        yield Hook(model, Phase.OUTPUT, partial(_end_pass, kept=kept))
 
 
 def kept_as_stored(model: nn.Module, dtype: torch.dtype | None) -> set[torch.Tensor]:
@@ -161,11 +168,13 @@ def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
             yield Hook(runner.module, Phase.REACH, partial(_reach_experts, experts=node.module))
 
 
-def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPModule) -> None:
+def _end_base_pass(base: nn.Module, args: object, output: object, *, model: nn.Module, head: Any) -> None:
     """Gather a head before its weight is read: chunked losses, as TRL's, do not call it. The gradient of a shard that
     is read would be that of this rank's rows alone."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and isinstance(head, FSDPModule):
         head.unshard()
+    if not note_of(model).gathered:
+        show_shards(model)
 
 
 def _prepare_unit(module: Any, args: object, kwargs: object) -> None:
@@ -180,15 +189,15 @@ def _prepare_unit(module: Any, args: object, kwargs: object) -> None:
             make_gathered_memory(module)
 
 
-def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root).
-
-    An optimizer made after an evaluation would train the gathered copies, which FSDP2 throws away.
-    """
-    if not torch.is_grad_enabled() and not note_of(model).gathered:
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and module not in kept:
-                module.reshard()
+def _end_pass(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
+    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root); let
+    modules register shards, whatever stays gathered: an optimizer made now, or a change in place, is of these."""
+    if note_of(model).gathered:
+        return
+    for module in model.modules() if not torch.is_grad_enabled() else ():
+        if isinstance(module, FSDPModule) and module not in kept:
+            module.reshard()
+    show_shards(model)
 
 
 def _first_with_shards(

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -29,9 +31,19 @@ _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, 
 _DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
 
 
+_SHARDED: WeakSet[nn.Module] = WeakSet()
+"""The models whose shards are known to be in no graph."""
+
+
+def guard_habits(model: nn.Module) -> None:
+    """Let torch call the functions below, in this process, of which the last looks at sharded models alone. Nothing is
+    communicated."""
+    _SHARDED.add(model)
+    _guard_habits()
+
+
 @cache
-def guard_habits() -> None:
-    """Let torch call the functions below, in this process. Nothing is communicated."""
+def _guard_habits() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _answer
@@ -75,13 +87,22 @@ def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
     tensor, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].to_local().device)
     operator(whole, *args[1:], **kwargs)
     local_tensor(tensor).copy_(part_of(whole, tensor))
-    return tensor
+    return _as_first_replica(tensor)
 
 
 def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    return as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor)
+    return _as_first_replica(as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor))
+
+
+def _as_first_replica(drawn: DTensor) -> DTensor:
+    """Let replicas, whose ranks may have their own seeds, have what the first one drew; all of them must draw."""
+    own = local_tensor(drawn)
+    for axis, at in enumerate(drawn.placements):
+        if at.is_replicate() and drawn.device_mesh.size(axis) > 1 and own.numel() and not own.is_meta:
+            dist.broadcast(own, group=drawn.device_mesh.get_group(axis), group_src=0)
+    return drawn
 
 
 def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
@@ -97,8 +118,8 @@ def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
 
 
 def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any) -> None:
-    shards = sum(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in inputs)
-    if shards:
+    known = {id(each) for model in _SHARDED if inputs for each in model.parameters() if isinstance(each, DTensor)}
+    if shards := sum(id(each) in known for each in inputs):
         raise ConfigError(
             f"Gradients are asked for by {shards} shards (torch.autograd.grad, or inputs= of backward), which are in "
             "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "

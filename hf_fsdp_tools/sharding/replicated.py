@@ -63,7 +63,8 @@ def _replicated(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Average the gradients of trainable parameters that every rank holds whole, after each backward pass from now on.
+    """Average the gradients of parameters that every rank holds whole, after each backward pass from now on, also those
+    that are frozen now and trained later.
 
     All gradients of one backward pass are sent at its end: small ones together, in fp32 where they are in a lower
     precision. A parameter with another hook on its gradient (an optimizer that steps in the backward pass) is averaged
@@ -74,8 +75,10 @@ def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.
     """
     average = _Averaging(groups)
     for parameter in parameters:
-        if parameter.requires_grad and not is_averaged(parameter):
-            parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]  # torch's own
+        if (parameter.is_floating_point() or parameter.is_complex()) and not is_averaged(parameter):
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(is_trained)  # torch keeps the hook, but registers none on what is frozen
             step_kinds_apart()
 
 

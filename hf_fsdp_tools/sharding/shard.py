@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
-from hf_fsdp_tools.doors import extensions
+from hf_fsdp_tools.doors import features_of_extensions
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -58,10 +58,10 @@ from hf_fsdp_tools.text import dtype_name, listed
 
 @cache
 def features() -> list[Feature]:
-    """What is done to a model in addition to gathering and reducing its units: the `FEATURE` of each module of
-    `extensions/`, then the core's own. Each call gives the same list."""
-    added = [own for module in extensions() if (own := getattr(module, "FEATURE", None)) is not None]
-    return [*added, ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), Whole(), SkippedUnits(), Buffers()]
+    """What is done to a model in addition to gathering and reducing its units: by `extensions/`, then by the core. Each
+    call gives the same list."""
+    own = (ParameterChecks, Checkpointing, CompiledBlocks, Units, Whole, SkippedUnits, Buffers)
+    return [*features_of_extensions(), *(kind() for kind in own)]
 
 
 def parallelize_model(
@@ -235,15 +235,16 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
 
 
 def warn_of_drift(model: nn.Module) -> None:
-    """Say on rank 0 which weights have drifted apart on the ranks of a layer, of which a save writes one rank's. Every
-    rank must call."""
+    """Say on rank 0 which weights have drifted apart on ranks that each hold them whole, of which a save writes one
+    rank's. Every rank must call."""
     sharding = sharding_of(model)
-    names = [] if sharding is None else drifted(model, sharding.axes.layers)
-    if names and dist.get_rank() == 0:
-        warn(
-            f"{len(names)} weights that each rank of a layer (tp_size) holds whole differ: {listed(names)}. "
-            "They saw other rows, or drew other random numbers, and one rank's are saved."
-        )
+    meshes = () if sharding is None else ((sharding.axes.layers, "rank of a layer (tp_size)"), (sharding.mesh, "rank"))
+    for mesh, ranks in meshes:
+        if (names := drifted(model, mesh)) and dist.get_rank() == 0:
+            warn(
+                f"{len(names)} weights that each {ranks} holds whole differ: {listed(names)}. "
+                "They saw other rows, or drew other random numbers, and one rank's are saved."
+            )
 
 
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -297,7 +298,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
 
 def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
     """Call `fully_shard` for each unit of the plan."""
-    guard_habits()
+    guard_habits(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

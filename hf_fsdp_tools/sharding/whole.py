@@ -35,7 +35,6 @@ class CastWeights:
     def __init__(self, places: Sequence[Place], dtype: torch.dtype) -> None:
         self._places, self._dtype = places, dtype
         self._own: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self._is_lent = False
 
     def _others(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield the weights that have another dtype, each with where it is registered."""
@@ -64,7 +63,7 @@ class CastWeights:
         """Put the weights back."""
         for store, name, weight in self._own:
             store[name] = weight
-        self._own, self._is_lent = [], False
+        self._own = []
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:
@@ -85,23 +84,33 @@ class CastWeights:
         if run is not None and not (isinstance(run, _CastAgain) and run.cast is self):
             module._gradient_checkpointing_func = _CastAgain(run, self)
 
+
+class LentWeights(CastWeights):
+    """Weights of a head of which attributes give copies after a pass of the base alone, until its backward pass:
+    chunked losses, as TRL's, read them without a call of the model. Modules register the weights all the time."""
+
     def lend(self, base: nn.Module, args: object, output: object) -> None:
-        """Leave the copies in place after a forward pass of the base alone, until its backward pass: chunked losses, as
-        TRL's, read the weight of a head without a call of the model."""
+        """Let attributes give copies, unless a pass of the whole model goes on, which has its own."""
         hidden = first_float(output)
         if not torch.is_grad_enabled() or hidden is None or not hidden.requires_grad:
             return
-        if not self._own:
-            self.cast()
-            self._is_lent, lent = True, self._own
-            hidden.register_hook(  # type: ignore[no-untyped-call]  # torch's own
-                lambda gradient: self.restore() if self._own is lent else None
-            )
+        self.cast()
+        lent = [(vars(module), name, module._parameters[name]) for module, name in self._places] if self._own else []
+        super().restore()
+        for store, name, copy in lent:
+            store[name] = copy
+        hidden.register_hook(lambda gradient: self._take_back(lent))  # type: ignore[no-untyped-call]  # torch's own
 
-    def take_back(self, module: object, args: object, kwargs: object) -> None:
-        """Put lent weights back before the next pass: their backward pass may never have come."""
-        if self._is_lent:
+    def _take_back(self, lent: Iterable[tuple[dict[str, Any], str, object]]) -> None:
+        """Let attributes give weights again, unless a later pass has lent others."""
+        if all(store.get(name) is copy for store, name, copy in lent):
             self.restore()
+
+    def restore(self) -> None:
+        """Let attributes give weights again: the backward pass of a pass before may never have come."""
+        super().restore()
+        for module, name in self._places:
+            vars(module).pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -176,9 +185,9 @@ def hooks_of_weights(
     shared = [(m, key) for block, (m, key) in places if block is m and names[id(m._parameters[key])] > 1]
     together = [*dict.fromkeys([*shared, *of_head])]
     if together:
-        in_pass, lent = CastWeights(together, dtype), CastWeights(of_head, dtype)
+        in_pass, lent = CastWeights(together, dtype), LentWeights(of_head, dtype)
         add_to_note(model, casts=(in_pass, lent, *note_of(model).casts))
         yield Hook(model, Phase.CONTEXT, in_pass.in_pass)
         if base is not model:
-            yield from (Hook(module, Phase.CAST, lent.take_back) for module in (model, base))
+            yield from (Hook(module, Phase.CAST, lambda *_: lent.restore()) for module in (model, base))
             yield Hook(base, Phase.KEEP, lent.lend)

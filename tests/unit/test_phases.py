@@ -211,7 +211,7 @@ def is_ours(value: Any) -> bool:
 
 
 def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
-    patches.guard_habits()
+    patches.guard_habits(torch.nn.Module())
     patches.let_dcp_see_boxes()
     patches.guard_injection()
     libraries = ("torch", "transformers", "accelerate", "peft", "trl")

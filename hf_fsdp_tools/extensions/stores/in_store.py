@@ -32,7 +32,7 @@ from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, sto
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Arrival, Bucket, joined
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import grouped, listed
 
 _WRITING = "writing the checkpoint"
 
@@ -220,14 +220,14 @@ def stream_files(
             except Exception as error:
                 failures.append(error)
         with agreed(_WRITING, where):
+            written, size = sum(all_ranks(streams.written, _WRITING)), sum(layout.sizes.values())
+            if written != size:
+                raise CheckpointError(f"Saving to {where!r} wrote {written} of {size} bytes.")
             for file in files[rank]:
                 streams.commit(file)
     except BaseException:
         streams.discard()
         raise
-    assert sum(all_ranks(streams.written, _WRITING)) == sum(layout.sizes.values()), (
-        "not all bytes of the files were written"
-    )
     return streams.written, done
 
 
@@ -238,12 +238,12 @@ Slab = tuple[str, str, Box]
 def _slabs_of(layout: Layout, files: Iterable[str], num_bytes: int) -> Iterator[Slab]:
     """Yield what is written to files, in their order."""
     places = sorted({**layout.places, **layout.carried}.items(), key=lambda item: item[1].offset)
+    of_files = grouped((str(place.file), (name, place)) for name, place in places)
     for file in files:
-        for name, place in places:
-            if str(place.file) == file:
-                for slab in Box.whole(place.symbol.shape).slabs(num_bytes, place.element.itemsize):
-                    if slab.numel:
-                        yield file, name, slab
+        for name, place in of_files.get(file, ()):
+            for slab in Box.whole(place.symbol.shape).slabs(num_bytes, place.element.itemsize):
+                if slab.numel:
+                    yield file, name, slab
 
 
 def _buckets(weights: LiveWeights, slabs: Sequence[Sequence[Slab]], num_bytes: int) -> list[Bucket]:
