@@ -381,6 +381,7 @@ class _OffloadedGroup(_Group):
     def post_backward(self, *unused: Any) -> None:
         """As torch's, which waits for each gradient that it adds to one of an earlier pass."""
         group: Any = self
+        is_over = group._training_state == _fsdp_common.TrainingState.IDLE
         sums = {entry: entry.sharded_param.grad for entry in group.fsdp_params if group.reduce_grads}
         watched = {entry for entry in sums if entry.sharded_param._post_accumulate_grad_hooks}  # who reads at once
         sums = {entry: total for entry, total in sums.items() if total is not None and entry not in watched}
@@ -395,7 +396,8 @@ class _OffloadedGroup(_Group):
                 entry.grad_offload_event = None
         if parts:
             self.unit.add(parts)
-        if not group._post_forward_indices:  # no other pass through the unit is to be gone back
+        # No other pass through the unit is to be gone back. torch 2.11 comes again at the end for each of its modules.
+        if not group._post_forward_indices and not is_over:
             self.unit.end([entry.grad_offload_event for entry in group.fsdp_params if entry.grad_offload_event])
 
     def finalize_backward(self) -> None:
