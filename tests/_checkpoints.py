@@ -13,10 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -33,6 +35,9 @@ from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
+
+RELEASE = Version(hf.__version__).release[:2]
+"""That of transformers, for what an older one does otherwise."""
 
 _SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -464,7 +469,10 @@ def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> 
         return type(QUANTIZED[kind][0]()).from_pretrained(None, config=config, state_dict=plain, dtype=dtype)
     asked = {"fp8": hf.FineGrainedFP8Config, "mxfp4": hf.Mxfp4Config, "compressed-tensors": hf.CompressedTensorsConfig}
     config = asked[method](dequantize=True)
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+    with patch.object(torch.distributed, "is_initialized", lambda: False):  # compressed-tensors would ask other ranks
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=config, device_map="cpu"
+        )
     for key in model.state_dict().keys() - build_meta_model(folder).state_dict().keys():
         owner, _, name = key.rpartition(".")
         delattr(model.get_submodule(owner), name)

@@ -65,8 +65,7 @@ class Units(Feature):
             if module is not model and module._parameters:
                 yield Hook(module, Phase.COPY, _part_from_weights)
             yield Hook(module, Phase.COPY, _as_no_views)
-            # whichever runs first: PEFT's prompt methods run the embedding, and scripts the base
-            yield Hook(module, Phase.MEMORY, lambda *_: make_root(model))
+            yield Hook(module, Phase.MEMORY, partial(_make_root, model=model))
             if sharding.mesh.shape[-1] == 1:
                 yield Hook(module, Phase.MEMORY, use_frozen_in_place)
             yield Hook(module, Phase.MEMORY, _prepare_unit)
@@ -175,6 +174,11 @@ def _end_base_pass(base: nn.Module, args: object, output: object, *, model: nn.M
         head.unshard()
     if not note_of(model).gathered:
         show_shards(model)
+
+
+def _make_root(module: nn.Module, args: object, kwargs: object, *, model: nn.Module) -> None:
+    """Let the model be the root, whichever unit runs first: scripts run the base, PEFT's prompts the embedding."""
+    make_root(model)
 
 
 def _prepare_unit(module: Any, args: object, kwargs: object) -> None:

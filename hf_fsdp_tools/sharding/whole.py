@@ -99,15 +99,19 @@ class LentWeights(CastWeights):
         super().restore()
         for store, name, copy in lent:
             store[name] = copy
-        hidden.register_hook(lambda gradient: self._take_back(lent))  # type: ignore[no-untyped-call]  # torch's own
+        hidden.register_hook(lambda gradient: self._end(lent))  # type: ignore[no-untyped-call]  # torch's own
 
-    def _take_back(self, lent: Iterable[tuple[dict[str, Any], str, object]]) -> None:
+    def _end(self, lent: Iterable[tuple[dict[str, Any], str, object]]) -> None:
         """Let attributes give weights again, unless a later pass has lent others."""
         if all(store.get(name) is copy for store, name, copy in lent):
             self.restore()
 
+    def take_back(self, module: object, args: object, kwargs: object) -> None:
+        """Let attributes give weights again before a pass: the backward pass of the one before may never have come."""
+        self.restore()
+
     def restore(self) -> None:
-        """Let attributes give weights again: the backward pass of a pass before may never have come."""
+        """Let attributes give weights again."""
         super().restore()
         for module, name in self._places:
             vars(module).pop(name, None)
@@ -189,5 +193,5 @@ def hooks_of_weights(
         add_to_note(model, casts=(in_pass, lent, *note_of(model).casts))
         yield Hook(model, Phase.CONTEXT, in_pass.in_pass)
         if base is not model:
-            yield from (Hook(module, Phase.CAST, lambda *_: lent.restore()) for module in (model, base))
+            yield from (Hook(module, Phase.CAST, lent.take_back) for module in (model, base))
             yield Hook(base, Phase.KEEP, lent.lend)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-from tests._checkpoints import full, make_checkpoint, make_model, randomize, tiny_config
+from tests._checkpoints import RELEASE, full, make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_near, assert_within, with_rounding
 from tests._training import ShardedTrainer, arguments, logged
@@ -193,6 +193,8 @@ def rates_of_recurrences_compute_in_fp32(folder):
 def what_models_compute_in_fp32_is_so(folder):
     """Residual streams of Mamba and Zaya, and DeepSeek-V4's last module, which lies in the root: the bits of bf16."""
     kinds = [kind for kind in ("mamba", "zaya", "deepseek_v4") if kind in transformers.CONFIG_MAPPING]
+    if RELEASE <= (5, 17):  # whose own DeepSeek-V4 does not run in bf16
+        kinds.remove("deepseek_v4")
     for kind in kinds:
         if dist.get_rank() == 0:
             randomize(transformers.AutoModelForCausalLM.from_config(tiny_config(kind))).save_pretrained(folder / kind)

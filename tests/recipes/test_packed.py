@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests._checkpoints import dequantized_by_transformers, make_checkpoint, make_quantized, word_tokenizer
+from tests._checkpoints import RELEASE, dequantized_by_transformers, make_checkpoint, make_quantized, word_tokenizer
 from tests.recipes._launch import Series, launch_series, write_split
 
 pytest.importorskip("trl")
@@ -121,6 +121,8 @@ def test_transformers_and_peft_open_the_adapter_on_the_same_base(series, name):
     """
     assert all("lora_" in key for key in series.weights(name))
     kind = OTHERS.get(name, name)
+    if "compressed" in kind and RELEASE <= (5, 17):
+        pytest.skip("this transformers leaves these to a package that rounds otherwise")
     base = dequantized_by_transformers(kind, series.folder / "bases" / kind, torch.float32).float()
     series.check_opened(name, PeftModel.from_pretrained(base, series.folder / name))
 

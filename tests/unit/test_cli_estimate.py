@@ -100,6 +100,7 @@ def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
 
 
 def test_every_option_reaches_the_setup(capsys, llama):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
     options = {
         "--num-processes 16 --num-machines 4": {"num_processes": 16, "gpus_per_node": 4},
         "--gpu a100-40gb --network-gbit-s 400": {"gpu": "a100-40gb", "network_gbit_s": 400},
@@ -128,6 +129,7 @@ def write_fp8(llama, folder, block=128):
 
 
 def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--lora-r", "8", "--dequantize", "false")
     assert code == 1 and "the configuration of LlamaForCausalLM has no quantization_config" in err
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--dequantize", "false")

@@ -21,6 +21,7 @@ from hf_fsdp_tools.cli.main import _parser, main
 from hf_fsdp_tools.foresight.memory import MARGIN
 from hf_fsdp_tools.integrations.accelerate_launch import split_words
 from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
+from tests._checkpoints import RELEASE
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
 from tests.unit.test_setups import machine_of, parsed, told
@@ -152,6 +153,8 @@ def test_a_command_of_a_recipe_fits_the_gpus_that_it_names(name, taken, monkeypa
     from models import CONFIGS
 
     recipe, _, config, *words = SHOWN[name]
+    if name == "seq2seq-8x80gb" and RELEASE <= (5, 17):
+        pytest.skip("M2M-100 of this transformers looks at values, of which an estimate has none")
     models = [word for word in words if Path(word).name in CONFIGS]
     arguments = taken(recipe, ["--config_file", config, *words])
     for model in models:

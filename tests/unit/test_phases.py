@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -37,6 +38,7 @@ LlamaForCausalLM
   first_pass  checks.check
   first_pass  recompute.check
   meet        skipped.begin
+  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   context     context_parallel.own_loss
@@ -47,15 +49,16 @@ LlamaForCausalLM
   copy        hooks.as_no_views
   reshard     FSDP2
   output      hooks.return_fp32
-  output      hooks.reshard_after_evaluation
+  output      hooks.end_pass
   whole       context_parallel.after_model
 model
   stack       skipped.opened
   join        skipped.closed
-  keep        hooks.gather_head
+  keep        hooks.end_base_pass
   whole       context_parallel.after_decoder
 model.embed_tokens
   meet        skipped.enter
+  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
@@ -66,6 +69,7 @@ model.embed_tokens
   keep        skipped.leave
 model.layers.{0..1}
   meet        skipped.enter
+  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
@@ -78,6 +82,7 @@ model.layers.{0..1}.self_attn
   context     readers.called_instead
 model.norm lm_head
   meet        skipped.enter
+  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
@@ -93,9 +98,12 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
     fake_ranks(2)
     dims = ParallelDims(cp_size=2).build_mesh("cpu")
     model = sharded(mesh=dims, mp_policy="bf16", activation_checkpointing={"offload": True})
-    assert describe_hooks(model) == EXPECTED
+    expected = EXPECTED
+    if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13
+        expected = expected.replace("hooks.end_pass", "hooks.complete_units\n  output      hooks.end_pass")
+    assert describe_hooks(model) == expected
     twin = copy.deepcopy(model)
-    assert describe_hooks(twin) == EXPECTED
+    assert describe_hooks(twin) == expected
     for module, copied in zip(model.modules(), twin.modules(), strict=True):
         assert len(copied._forward_pre_hooks) == len(module._forward_pre_hooks) <= 3, "FSDP2's among them"
         assert len(copied._forward_hooks) <= len(module._forward_hooks) <= 5, "transformers' among them"
