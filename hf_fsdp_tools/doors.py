@@ -8,9 +8,9 @@ from hf_fsdp_tools.errors import ConfigError
 
 _FOLDER = "hf_fsdp_tools.extensions"
 
-FEATURES = ("tensor_parallel", "context_parallel", "packed_rows", "liger", "float8", "streamed")
-"""The modules of the folder that change what a model does, in the order in which they do: its layers are divided before
-its rows, and its weights are converted before shards of them are offloaded."""
+FEATURES = ("context_parallel", "float8", "liger", "packed_rows", "streamed", "tensor_parallel")
+"""The modules of the folder that change what a model does, in the order in which they do: sharing rows is tried while
+its layers are whole, and weights are converted before shards of them are offloaded."""
 
 
 def features_of_extensions() -> list[Any]:

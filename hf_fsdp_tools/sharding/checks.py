@@ -155,8 +155,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
         if strange:
             raise ConfigError(
                 f"{strange} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to no prepared "
-                "model: it was made before the model was sharded, or between a forward and its backward pass, or has "
-                "those of a criterion too. Make it from model.parameters() right before prepare(model, optimizer); a "
+                "model: it was made before the model was sharded, or of attributes of modules, or has those of a "
+                "criterion too. Make it from model.parameters() right before prepare(model, optimizer); a "
                 "criterion that is trained is prepared as well: prepare(model, criterion, optimizer)."
             )
 

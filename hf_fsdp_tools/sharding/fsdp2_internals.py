@@ -37,7 +37,7 @@ from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
 _OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
-_OURS |= {"places", "show_shard", "show_shards", "shows_shards"}
+_OURS |= {"show_shard", "show_shards", "shows_shards"}
 """Names that no torch needs to have."""
 
 
@@ -88,7 +88,7 @@ def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[
     """
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
-            places = entry.places()
+            places = _places(entry)
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = places[0][0]._parameters.get(places[0][1])
             yield current if isinstance(current, DTensor) else entry.sharded_param, places
@@ -283,17 +283,12 @@ class _Entry(_fsdp_param.FSDPParam):
     def show_shard(self) -> None:
         """Let the modules of a gathered parameter register the shard, while their attributes give what is gathered."""
         self._setattr_on_modules(self.sharded_param)
-        for module, name in self.places() if self.sharded_state == ShardedState.UNSHARDED else ():
+        for module, name in _places(self) if self.sharded_state == ShardedState.UNSHARDED else ():
             vars(module)[name] = self._unsharded_param
-
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """The modules that register the parameter, each with its name there."""
-        info = self._module_info
-        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
     def _setattr_on_modules(self, param: nn.Parameter) -> None:
         super()._setattr_on_modules(param)  # type: ignore[no-untyped-call]  # torch's own
-        for module, name in self.places():
+        for module, name in _places(self):
             vars(module).pop(name, None)
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
@@ -348,8 +343,9 @@ class _Group(_fsdp_param_group.FSDPParamGroup):
     def show_shards(self) -> None:
         """Let the modules of what stays gathered for a backward pass register shards."""
         group: Any = self
-        self.shows_shards = not group.is_sharded
-        for entry in group.fsdp_params if self.shows_shards else ():
+        shown = [entry for entry in group.fsdp_params if entry.sharded_state != ShardedState.SHARDED]
+        self.shows_shards = bool(shown)
+        for entry in shown:
             entry.show_shard()
 
     def unshard(self, async_op: bool = False) -> None:
@@ -511,7 +507,7 @@ def make_gathered_memory(module: FSDPModule) -> None:
                 )
 
 
-def use_frozen_in_place(module: FSDPModule, args: object, kwargs: object) -> None:
+def use_frozen_in_place(module: FSDPModule) -> None:
     """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
 
     Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. A hook
@@ -721,6 +717,12 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
 
 
 # ---- torch's records ----
+
+
+def _places(entry: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that register a parameter, each with its name there."""
+    info = entry._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _state_of(module: FSDPModule) -> Any:

@@ -80,6 +80,7 @@ def answer_for_shards(model: nn.Module) -> None:
     - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
       `resize_token_embeddings`; of PEFT models, too. `model.push_to_hub` is refused, with the call that does the same.
     - `model.requires_grad_(True)` is refused where weights are quantised as stored.
+    - `model.get_parameter(name)` gives what `named_parameters` does, also while an attribute gives what is gathered.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
     answers: dict[str, Callable[..., Any]] = {
@@ -87,6 +88,7 @@ def answer_for_shards(model: nn.Module) -> None:
         "push_to_hub": _push_to_hub,
         "resize_token_embeddings": _resize_token_embeddings,
         "requires_grad_": _requires_grad,
+        "get_parameter": _get_parameter,
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
@@ -116,6 +118,13 @@ def _requires_grad(model: nn.Module, plain: Any, requires_grad: bool = True) -> 
         fact = "{} cannot be trained while they are quantised as stored."
         require_floats(model, f"{fact} Give from_pretrained a peft_config, or dequantize=True.")
     return plain(requires_grad)
+
+
+def _get_parameter(model: nn.Module, plain: Any, target: str) -> Any:
+    """Answer `model.get_parameter(…)` with what a module registers."""
+    owner, _, name = target.rpartition(".")
+    found = model.get_submodule(owner)._parameters.get(name)
+    return plain(target) if found is None else found
 
 
 def _public(name: str) -> Any:
@@ -196,7 +205,6 @@ def _cut_whole_tensors(
     what takes the place of a whole parameter is brought to its device. A tensor of another shape stays as it is, for
     torch's error.
     """
-    reshard_units(module)  # FSDP2's own hook does so too late, after this one
     own = {prefix + name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     is_assigned = local_metadata.get("assign_to_params_buffers", False)
     cut_whole(state_dict, own.items(), views=not is_assigned)

@@ -65,10 +65,7 @@ class Units(Feature):
             if module is not model and module._parameters:
                 yield Hook(module, Phase.COPY, _part_from_weights)
             yield Hook(module, Phase.COPY, _as_no_views)
-            yield Hook(module, Phase.MEMORY, partial(_make_root, model=model))
-            if sharding.mesh.shape[-1] == 1:
-                yield Hook(module, Phase.MEMORY, use_frozen_in_place)
-            yield Hook(module, Phase.MEMORY, _prepare_unit)
+            yield Hook(module, Phase.MEMORY, partial(_prepare_unit, model=model, is_alone=sharding.mesh.shape[-1] == 1))
             if len(unit_modules(module)) > 1:
                 yield Hook(module, Phase.KEEP, gather_for_backward)
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
@@ -176,17 +173,16 @@ def _end_base_pass(base: nn.Module, args: object, output: object, *, model: nn.M
         show_shards(model)
 
 
-def _make_root(module: nn.Module, args: object, kwargs: object, *, model: nn.Module) -> None:
-    """Let the model be the root, whichever unit runs first: scripts run the base, PEFT's prompts the embedding."""
-    make_root(model)
-
-
-def _prepare_unit(module: Any, args: object, kwargs: object) -> None:
-    """Follow what is trained now, and make the memory into which a unit gathers outside of inference mode.
+def _prepare_unit(module: Any, args: object, kwargs: object, *, model: nn.Module, is_alone: bool) -> None:
+    """Let the model be the root, whichever unit runs first (scripts run the base, PEFT's prompts the embedding); follow
+    what is trained now; and make the memory into which a unit gathers outside of inference mode.
 
     FSDP2 (torch 2.11 to 2.13) makes it when a unit is gathered for the first time. Made in inference mode, it fails in
     the first training step; on one GPU, and with parameters split along another dimension than 0, in the forward pass.
     """
+    make_root(model)
+    if is_alone:
+        use_frozen_in_place(module)
     follow_training(module)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):

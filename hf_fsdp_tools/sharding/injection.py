@@ -139,7 +139,7 @@ def refuse_for_shards(config: Any, model: nn.Module, sharding: Any) -> None:
             "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
             "use_dora=False, or load the base without quantization_config and dequantize=False.",
         )
-        if sharding.axes.dims.tp_size > 1:
+        if sharding is not None and sharding.axes.dims.tp_size > 1:
             raise ConfigError(
                 "DoRA takes norms over whole rows of the base, which ranks share here (tp_size). Use use_dora=False."
             )

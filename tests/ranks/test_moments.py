@@ -124,6 +124,21 @@ def a_head_is_read_between_passes(folders: dict[str, Path]) -> None:
         assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
 
 
+def base_and_head_may_be_called_apart(folders: dict[str, Path]) -> None:
+    for name in ("usual", "kept", "offload"):
+        model, plain = both(folders["llama"], **LAYOUTS[name])
+        for each in (model, plain):
+            for seed in range(2):
+                words = rows(seed)["input_ids"]
+                logits = each.lm_head(each.model(words).last_hidden_state)
+                nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+        assert apart(full_gradients(model), full_gradients(plain)) < 1e-5
+        found, expected = (
+            stepped(each, torch.optim.SGD(each.parameters(), lr=0.1), range(2)) for each in (model, plain)
+        )
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def an_optimizer_of_gathered_copies_is_refused(folders: dict[str, Path]) -> None:
     model, _ = both(folders["llama"])
     kept = whole_pass(model)
@@ -319,6 +334,7 @@ ONE = named(
     what_is_unfrozen_later_is_averaged,
 )
 TWO = named(
+    base_and_head_may_be_called_apart,
     an_optimizer_may_be_made_after_any_pass,
     what_is_changed_between_passes_is_computed_with,
     a_head_is_read_between_passes,

@@ -189,7 +189,11 @@ def adapters_that_cannot_be_divided(parent):
     folder = folder_of("qwen3_moe", parent)
     for dims, options, said in (
         (PAIRS[0], {"target_parameters": ["q_proj.weight"]}, "q_proj: a ParamWrapper of PEFT cannot be divided"),
-        (PAIRS[0], {"target_modules": ["q_proj"], "use_dora": True}, "q_proj: a Linear of PEFT with DoRA cannot"),
+        (
+            PAIRS[0],
+            {"target_modules": ["q_proj"], "use_dora": True},
+            "DoRA takes norms over whole rows of the base, which",
+        ),
     ):
         config = LoraConfig(**options)
         message = refusal(lambda d=dims, c=config: from_pretrained(folder, mesh=d, peft_config=c))

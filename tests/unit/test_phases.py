@@ -38,7 +38,6 @@ LlamaForCausalLM
   first_pass  checks.check
   first_pass  recompute.check
   meet        skipped.begin
-  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   context     context_parallel.own_loss
@@ -58,7 +57,6 @@ model
   whole       context_parallel.after_decoder
 model.embed_tokens
   meet        skipped.enter
-  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
@@ -69,7 +67,6 @@ model.embed_tokens
   keep        skipped.leave
 model.layers.{0..1}
   meet        skipped.enter
-  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
@@ -82,7 +79,6 @@ model.layers.{0..1}.self_attn
   context     readers.called_instead
 model.norm lm_head
   meet        skipped.enter
-  memory      hooks.make_root
   memory      hooks.prepare_unit
   gather      FSDP2
   cast        hooks.cast_inputs
