@@ -37,6 +37,7 @@ from hf_fsdp_tools.proof.plain import (
     Case,
     Figures,
     Tensors,
+    base_outputs,
     evaluate,
     forward,
     load_plain,
@@ -90,7 +91,7 @@ def load_sharded(case: Case, precision: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Sharded:
+class Sharded:
     """The sharded model of a case on this rank; in bf16, its choices (which expert) are those of the plain model."""
 
     case: Case
@@ -114,6 +115,13 @@ class _Sharded:
         with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
             return evaluate(self.model, batch)
 
+    def of_base(self) -> Tensors:
+        """Outputs of the base model alone; before, it runs with gradients, and no backward pass follows."""
+        batch = self.case.batches_of(next(iter(self.case.batches)), "fp32")[self.group]
+        base_outputs(self.model.eval(), batch)
+        with torch.no_grad():
+            return base_outputs(self.model, batch)
+
     def backward(self, kind: str) -> tuple[Any, torch.Tensor, Tensors]:
         """Output, loss and outputs of modules of a training pass, which leaves gradients."""
         batch = self.case.batches_of(kind, "fp32")[self.group]
@@ -133,9 +141,12 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
     what the model must have loaded.
     """
     group, bound, others = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision], plain.others
-    run = _Sharded(case, model, plain, precision, group)
+    run = Sharded(case, model, plain, precision, group)
     near = partial(apart, bound=bound, absent_is_zero=True)
-    seen: dict[str, Any] = {"load": _unequal(_shards(model), state)}
+    alone = run.of_base() if any(plain.base) else {}  # the first passes of all
+    seen: dict[str, Any] = {"load": unequal(shards_of(model), state)}
+    if alone and precision == "fp32":
+        seen["base"] = worst(apart(alone, plain.base[group], [], bound))
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         of_others = [each.outputs[kind][group] for each in others]
@@ -163,12 +174,12 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
             seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, [], bound))
         optimizer_of(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
-        seen["step"] = worst(apart(_shards(model), plain.stepped, [], 10 * bound, is_part=True))
+        seen["step"] = worst(apart(shards_of(model), plain.stepped, [], 10 * bound, is_part=True))
         seen["save"] = _saved(case, model)
     return seen
 
 
-def _shards(model: nn.Module) -> Tensors:
+def shards_of(model: nn.Module) -> Tensors:
     """Parameters and buffers of a sharded model by the plain model's names; under FSDP1 whole. Every rank must call."""
     with _summoned(model):
         found = {plain_name(name): tensor for name, tensor in tensors_of(model).items()}
@@ -176,7 +187,7 @@ def _shards(model: nn.Module) -> Tensors:
 
 
 def _gradients(model: nn.Module) -> Tensors:
-    """Gradients of a sharded model, as `_shards` gives its parameters."""
+    """Gradients of a sharded model, as `shards_of` gives its parameters."""
     with _summoned(model):
         found = {plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: tensor.clone() for name, tensor in found.items()}
@@ -212,7 +223,7 @@ def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part_of(whole, like)
 
 
-def _unequal(found: Tensors, expected: Tensors) -> str:
+def unequal(found: Tensors, expected: Tensors) -> str:
     """What differs bit for bit, of the shards too; empty where nothing does."""
     if list(found) != list(expected):
         return f"other names: {sorted(set(found) ^ set(expected))[:3] or 'another order'}"
@@ -303,8 +314,8 @@ def _saved(case: Case, model: Any) -> str:
         return f"files differ from transformers': {sorted(set(a.items()) ^ set(b.items()))[:3]}"
     again = load_plain(case, folder)
     kept = again.state_dict().keys()  # rotary rules that depend on the length change buffers that no file holds
-    sides = (_shards(model), tensors_of(again))
-    return _unequal(*({name: tensor for name, tensor in side.items() if name in kept} for side in sides))
+    sides = (shards_of(model), tensors_of(again))
+    return unequal(*({name: tensor for name, tensor in side.items() if name in kept} for side in sides))
 
 
 def _headers(folder: Path) -> dict[str, str]:

@@ -5,9 +5,10 @@ as they are and parameters are in bf16 but for those that transformers keeps in 
 which all models compute in fp32. AdamW steps in fp32 alone.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
@@ -81,6 +83,12 @@ class Figures:
     accumulated: Tensors
     """The gradients of the last kind and the first one together."""
     stepped: Tensors
+    base: list[Tensors] = field(default_factory=list)
+    """Outputs of the base model alone of each first batch, in evaluation."""
+    late: Tensors = field(default_factory=dict)
+    """Weights after a step more, of an optimizer of its own."""
+    continued: list[list[float]] = field(default_factory=list)
+    """The losses of that step and of two more, of each first batch."""
     chosen: dict[str, list[Choices]] = field(default_factory=dict)
     """The experts of each kind and batch, in training."""
     chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
@@ -120,6 +128,17 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
     with torch.no_grad():
         found = dict(outputs_of(forward(model.eval(), batch)))
     return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def base_outputs(model: nn.Module, batch: dict[str, Any]) -> Tensors:
+    """All outputs of the base model alone, which loops call for features; none where the model is its own base."""
+    whole = base_of(model)
+    base: Any = getattr(whole, "base_model", whole)
+    if base is whole:
+        return {}
+    known = inspect.signature(base.forward).parameters
+    given = {name: value for name, value in batch.items() if name in known and name not in _LABELS}
+    return {name: tensor.detach().clone() for name, tensor in outputs_of(forward(base, given))}
 
 
 _SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
@@ -224,7 +243,13 @@ def _figures(case: Case, precision: str, before: Figures | None = None) -> Figur
     figures.accumulated = {
         name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
     }
-    figures.stepped = _step(load_plain(case), figures.accumulated) if precision == "fp32" else {}
+    if before is None and case.fsdp_version == 2:
+        with torch.no_grad(), suppress(Exception):  # a base that takes other inputs is not compared
+            figures.base = [
+                base_outputs(model.eval(), each) for each in case.batches_of(next(iter(case.batches)), precision)
+            ]
+    if precision == "fp32" and before is None:
+        _go_on(case, figures)
     return figures
 
 
@@ -246,12 +271,30 @@ def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torc
     return model.eval()
 
 
-def _step(model: nn.Module, gradients: Tensors) -> Tensors:
-    """The weights after one step of AdamW by given gradients."""
+def _go_on(case: Case, figures: Figures) -> None:
+    """Step by the accumulated gradients; then train on the first batches with an optimizer and a schedule, alone."""
+    model, kind = load_plain(case), next(iter(case.batches))
+    batches = case.batches_of(kind, "fp32")
     for name, parameter in model.named_parameters():
-        parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
+        parameter.grad = figures.accumulated.get(name)
     optimizer_of(model).step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    figures.stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer, schedule = scheduled(model)
+    for _ in range(3 if case.fsdp_version == 2 else 0):
+        model.zero_grad(set_to_none=True)
+        losses = [loss_of(forward(model.train(case.is_training), batch)) for batch in batches]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        figures.continued.append([float(loss.detach()) for loss in losses])
+        optimizer.step()
+        for _ in batches:  # as Accelerate's schedules step, once for each group of ranks
+            schedule.step()
+        figures.late = figures.late or {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """An optimizer as above, and a schedule of its learning rate."""
+    optimizer = optimizer_of(model)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.proof.case import given_batches, telling, tiny_case, with_adapter, with_kinds
 from hf_fsdp_tools.proof.compare import Found, examine, load_sharded, worst
 from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.resume import resume
 from hf_fsdp_tools.text import first_line, show_count, table
 
 WORDS = 13
@@ -36,6 +37,7 @@ _LIMIT_S = 60.0
 
 _CHECKS = {
     "load": "loaded weights",
+    "base": "base model alone",
     "outputs": "outputs in evaluation",
     "loss": "loss",
     "gradients": "gradients",
@@ -43,11 +45,18 @@ _CHECKS = {
     "norm": "norm of all gradients",
     "step": "one step of AdamW",
     "save": "saved names and values",
+    "late": "one step of a late optimizer",
+    "weights": "resumed weights",
+    "moments": "resumed moments and step counts",
+    "schedule": "resumed schedule",
+    "random": "resumed random states",
+    "rows": "resumed order of rows",
+    "continued": "losses after the resume",
 }
 Row = dict[str, Any]
 
 
-NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "resumed states", "generation", "logits_to_keep")
+NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "generation", "logits_to_keep")
 """What a proof says nothing of, whatever the layout."""
 
 
@@ -87,7 +96,8 @@ class Proof:
         """What the proof says nothing of: packed and long rows are made of words alone."""
         inputs = self.model["inputs"].split()
         has_senses = any(name.startswith(("pixel_", "input_features", "input_values")) for name in inputs)
-        return [*NOT_COMPARED, *["packed and long rows with images or sound"] * has_senses]
+        version1 = ["resumed states of FSDP1"] * (self.layout["fsdp_version"] == 1)
+        return [*NOT_COMPARED, *version1, *["packed and long rows with images or sound"] * has_senses]
 
     def __str__(self) -> str:
         count = show_count(self.model["parameters"])
@@ -242,10 +252,13 @@ def _by_module(found: dict[tuple[int, str], Found]) -> dict[str, dict[tuple[int,
 def examine_on_rank(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, by precision; every rank must call."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
-    return {
-        precision: examine(case, load_sharded(case, precision), precision, figures, plain["fp32"].state)
-        for precision, figures in plain.items()
-    }
+    found: Row = {}
+    for precision, figures in plain.items():
+        model = load_sharded(case, precision)
+        found[precision] = examine(case, model, precision, figures, plain["fp32"].state)
+        if figures.continued:
+            found[precision] |= resume(case, model, figures)
+    return found
 
 
 def _run(context: Any, size: int, folder: Path) -> list[Row]:
