@@ -53,6 +53,7 @@ from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.replicated import clip_norm
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.text import first_line
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2**-8}
 """Relative differences that no second rounding has to explain. (assumed in fp32: sums of another order over tens to
@@ -115,12 +116,20 @@ class Sharded:
         with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
             return evaluate(self.model, batch)
 
-    def of_base(self) -> Tensors:
-        """Outputs of the base model alone; before, it runs with gradients, and no backward pass follows."""
+    def look(self) -> Tensors | str:
+        """Outputs of the base model alone, if it has one, in evaluation, or its error; it also runs with gradients, and
+        no backward pass follows. (A base of context parallelism would take rows that nobody divides.)"""
         batch = self.case.batches_of(next(iter(self.case.batches)), "fp32")[self.group]
-        base_outputs(self.model.eval(), batch)
-        with torch.no_grad():
-            return base_outputs(self.model, batch)
+        if self.case.fsdp_version == 1 or self.case.dims.cp_size > 1 or not any(self.plain.base):
+            return {}
+        try:
+            with torch.no_grad():
+                alone = base_outputs(self.model.eval(), batch)
+            base_outputs(self.model, batch)
+        except Exception as error:
+            self.plain.base.clear()  # it is not tried again
+            return first_line(error)
+        return alone
 
     def backward(self, kind: str) -> tuple[Any, torch.Tensor, Tensors]:
         """Output, loss and outputs of modules of a training pass, which leaves gradients."""
@@ -143,10 +152,11 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
     group, bound, others = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision], plain.others
     run = Sharded(case, model, plain, precision, group)
     near = partial(apart, bound=bound, absent_is_zero=True)
-    alone = run.of_base() if any(plain.base) else {}  # the first passes of all
+    alone = run.look()  # before any other pass
     seen: dict[str, Any] = {"load": unequal(shards_of(model), state)}
-    if alone and precision == "fp32":
-        seen["base"] = worst(apart(alone, plain.base[group], [], bound))
+    if isinstance(alone, str) or (alone and precision == "fp32"):
+        differs = {"": (math.inf, alone)} if isinstance(alone, str) else apart(alone, plain.base[group], [], bound)
+        seen["base"] = worst(differs)
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         of_others = [each.outputs[kind][group] for each in others]
@@ -172,6 +182,8 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
             whole = nn.utils.get_total_norm(plain.accumulated.values())
             seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, [], bound))
+            run.look()
+            forward(model, case.batches_of(kind, "fp32")[group])  # the optimizer is made late, after all these passes
         optimizer_of(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
         seen["step"] = worst(apart(shards_of(model), plain.stepped, [], 10 * bound, is_part=True))

@@ -85,10 +85,8 @@ class Figures:
     stepped: Tensors
     base: list[Tensors] = field(default_factory=list)
     """Outputs of the base model alone of each first batch, in evaluation."""
-    late: Tensors = field(default_factory=dict)
-    """Weights after a step more, of an optimizer of its own."""
-    continued: list[list[float]] = field(default_factory=list)
-    """The losses of that step and of two more, of each first batch."""
+    continued: list[torch.Tensor] = field(default_factory=list)
+    """The losses of three steps more, each of the first batches."""
     chosen: dict[str, list[Choices]] = field(default_factory=dict)
     """The experts of each kind and batch, in training."""
     chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
@@ -243,7 +241,7 @@ def _figures(case: Case, precision: str, before: Figures | None = None) -> Figur
     figures.accumulated = {
         name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
     }
-    if before is None and case.fsdp_version == 2:
+    if before is None:
         with torch.no_grad(), suppress(Exception):  # a base that takes other inputs is not compared
             figures.base = [
                 base_outputs(model.eval(), each) for each in case.batches_of(next(iter(case.batches)), precision)
@@ -273,33 +271,31 @@ def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torc
 
 def _go_on(case: Case, figures: Figures) -> None:
     """Step by the accumulated gradients; then train on the first batches with an optimizer and a schedule, alone."""
-    model, kind = load_plain(case), next(iter(case.batches))
-    batches = case.batches_of(kind, "fp32")
+    model, batches = load_plain(case), case.batches_of(next(iter(case.batches)), "fp32")
     for name, parameter in model.named_parameters():
         parameter.grad = figures.accumulated.get(name)
     optimizer_of(model).step()
     figures.stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer, schedule = scheduled(model)
-    for _ in range(3 if case.fsdp_version == 2 else 0):
-        model.zero_grad(set_to_none=True)
-        losses = [loss_of(forward(model.train(case.is_training), batch)) for batch in batches]
-        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        figures.continued.append([float(loss.detach()) for loss in losses])
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = torch.stack([loss_of(forward(model.train(case.is_training), batch)) for batch in batches])
+        losses.mean().backward()  # type: ignore[no-untyped-call]
+        figures.continued.append(losses.detach())
         optimizer.step()
         for _ in batches:  # as Accelerate's schedules step, once for each group of ranks
             schedule.step()
-        figures.late = figures.late or {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """An optimizer as above, and a schedule of its learning rate."""
-    optimizer = optimizer_of(model)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, its eps larger than usual: a gradient of zero must not step by the sign of its rounding."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """An optimizer, and a schedule of its learning rate."""
+    optimizer = optimizer_of(model)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
 def tensors_of(model: nn.Module) -> Tensors:
