@@ -99,8 +99,11 @@ class Sharded:
     model: Any
     plain: Figures
     precision: str
-    group: int
-    """Which batch this rank has."""
+
+    @property
+    def group(self) -> int:
+        """Which batch this rank has."""
+        return dist.get_rank() // self.case.dims.ranks_per_row
 
     def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
         sharding = sharding_of(self.model)
@@ -119,7 +122,7 @@ class Sharded:
     def look(self) -> Tensors | str:
         """Outputs of the base model alone, if it has one, in evaluation, or its error; it also runs with gradients, and
         no backward pass follows. (A base of context parallelism would take rows that nobody divides.)"""
-        batch = self.case.batches_of(next(iter(self.case.batches)), "fp32")[self.group]
+        batch = self.case.first_batches()[self.group]
         if self.case.fsdp_version == 1 or self.case.dims.cp_size > 1 or not any(self.plain.base):
             return {}
         try:
@@ -150,13 +153,14 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
     what the model must have loaded.
     """
     group, bound, others = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision], plain.others
-    run = Sharded(case, model, plain, precision, group)
+    run = Sharded(case, model, plain, precision)
     near = partial(apart, bound=bound, absent_is_zero=True)
     alone = run.look()  # before any other pass
     seen: dict[str, Any] = {"load": unequal(shards_of(model), state)}
-    if isinstance(alone, str) or (alone and precision == "fp32"):
-        differs = {"": (math.inf, alone)} if isinstance(alone, str) else apart(alone, plain.base[group], [], bound)
-        seen["base"] = worst(differs)
+    if isinstance(alone, str):
+        seen["base"] = (math.inf, alone)
+    elif alone and precision == "fp32":
+        seen["base"] = worst(apart(alone, plain.base[group], [], bound))
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         of_others = [each.outputs[kind][group] for each in others]
@@ -183,7 +187,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
             whole = nn.utils.get_total_norm(plain.accumulated.values())
             seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, [], bound))
             run.look()
-            forward(model, case.batches_of(kind, "fp32")[group])  # the optimizer is made late, after all these passes
+            forward(model, case.first_batches()[group])  # the optimizer is made late
         optimizer_of(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
         seen["step"] = worst(apart(shards_of(model), plain.stepped, [], 10 * bound, is_part=True))

@@ -63,6 +63,10 @@ class Case:
             for batch in self.batches[kind]
         ]
 
+    def first_batches(self, precision: str = "fp32") -> list[dict[str, Any]]:
+        """The batches of the first kind."""
+        return self.batches_of(next(iter(self.batches)), precision)
+
     @property
     def has_labels_in_evaluation(self) -> bool:
         """Whether outputs are compared next to a loss; ranks of context parallelism then have a part of the logits."""
@@ -243,11 +247,9 @@ def _figures(case: Case, precision: str, before: Figures | None = None) -> Figur
     }
     if before is None:
         with torch.no_grad(), suppress(Exception):  # a base that takes other inputs is not compared
-            figures.base = [
-                base_outputs(model.eval(), each) for each in case.batches_of(next(iter(case.batches)), precision)
-            ]
-    if precision == "fp32" and before is None:
-        _go_on(case, figures)
+            figures.base = [base_outputs(model.eval(), batch) for batch in case.first_batches(precision)]
+        if precision == "fp32":
+            _go_on(case, figures)
     return figures
 
 
@@ -271,12 +273,13 @@ def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torc
 
 def _go_on(case: Case, figures: Figures) -> None:
     """Step by the accumulated gradients; then train on the first batches with an optimizer and a schedule, alone."""
-    model, batches = load_plain(case), case.batches_of(next(iter(case.batches)), "fp32")
+    model, batches = load_plain(case), case.first_batches()
     for name, parameter in model.named_parameters():
         parameter.grad = figures.accumulated.get(name)
     optimizer_of(model).step()
     figures.stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer, schedule = scheduled(model)
+    optimizer = optimizer_of(model)
+    schedule = schedule_of(optimizer)
     for _ in range(3):
         optimizer.zero_grad()
         losses = torch.stack([loss_of(forward(model.train(case.is_training), batch)) for batch in batches])
@@ -292,10 +295,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
 
 
-def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """An optimizer, and a schedule of its learning rate."""
-    optimizer = optimizer_of(model)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+schedule_of = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.9)
 
 
 def tensors_of(model: nn.Module) -> Tensors:
