@@ -244,8 +244,10 @@ def _lost(*args, **kwargs):
 
 
 def _of_copies(model):
-    weights = dict(model.named_parameters())
-    return _OPTIMIZER_OF(torch.nn.ParameterDict(weights | {HEAD: weights[HEAD].detach().clone()}))
+    optimizer, head = _OPTIMIZER_OF(model), dict(model.named_parameters())[HEAD]
+    (group,) = optimizer.param_groups
+    group["params"] = [torch.nn.Parameter(each.detach().clone()) if each is head else each for each in group["params"]]
+    return optimizer
 
 
 def _changing_the_head(model, batch):
@@ -263,12 +265,12 @@ def _no_base(model, batch):
 
 
 def _original_head(self, *args, **kwargs):
-    with torch.no_grad():
-        return torch.zeros_like(_RUN_COPY(self, *args, **kwargs)) + 0 * args[0].sum()
+    return self.original_module(*args, **kwargs)
 
 
-def _detached_copy(self, *args, **kwargs):
-    return _RUN_COPY(self, *args, **kwargs).detach() + 0 * args[0].sum()
+def _frozen_copy(self, *args, **kwargs):
+    self.modules_to_save.requires_grad_(False)
+    return _RUN_COPY(self, *args, **kwargs)
 
 
 HEAD = "lm_head.weight"
@@ -287,18 +289,23 @@ OF_WHAT_GOES_ON = {
     "a base that fails": ((compare, "base_outputs", _no_base), "base model alone: a single root module"),
 }
 OF_A_COPY = {
-    "another head": ((ModulesToSaveWrapper, "forward", _original_head), "outputs in evaluation: "),
-    "no gradient": ((ModulesToSaveWrapper, "forward", _detached_copy), r"gradients: .*lm_head\.modules_to_save"),
+    "the original runs": ((ModulesToSaveWrapper, "forward", _original_head), "outputs in evaluation: "),
+    "no gradient": ((ModulesToSaveWrapper, "forward", _frozen_copy), r"gradients: \S*lm_head\.modules_to_save"),
 }
 
 
-@pytest.mark.parametrize("faults", [OF_WHAT_GOES_ON, OF_A_COPY], ids=["all weights", "LoRA with a copy of the head"])
-def test_what_does_not_go_on_is_found(tmp_path, faults):
-    _case(tmp_path, transformers.LlamaConfig(), ParallelDims(dp_shard_size=2), has_adapter=faults is OF_A_COPY)
-    cases = {name: partial(_seen, tmp_path, fault) for name, (fault, _) in faults.items()}
-    ranks = run_ranks(run_cases, 2, {"none": partial(_seen, tmp_path), **cases})
+def _going_on(folder, has_adapter):
+    faults = (OF_A_COPY if has_adapter else OF_WHAT_GOES_ON).items()
+    cases = {name: partial(_seen, folder, fault) for name, (fault, _) in faults}
+    return run_cases({"none": partial(_seen, folder), **cases})
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["all weights", "LoRA and a copy of the head"])
+def test_what_does_not_go_on_is_found(tmp_path, has_adapter):
+    _case(tmp_path, transformers.LlamaConfig(), ParallelDims(dp_shard_size=2), has_adapter=has_adapter)
+    ranks = run_ranks(_going_on, 2, tmp_path, has_adapter)
     assert _proof([rank["none"] for rank in ranks]).problems == []
-    for name, (_, said) in faults.items():
+    for name, (_, said) in (OF_A_COPY if has_adapter else OF_WHAT_GOES_ON).items():
         proof = _proof([rank[name] for rank in ranks])
         assert any(re.match(f"fp32 {said}", problem) for problem in proof.problems), (name, proof.problems)
 
