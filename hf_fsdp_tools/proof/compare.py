@@ -30,6 +30,7 @@ from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.plain import (
@@ -45,7 +46,6 @@ from hf_fsdp_tools.proof.plain import (
     names_of,
     noted_modules,
     optimizer_of,
-    plain_name,
     tensors_of,
 )
 from hf_fsdp_tools.proof.rounding import MULTIPLE
@@ -152,8 +152,8 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind. `state` is
     what the model must have loaded.
     """
-    group, bound, others = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision], plain.others
     run = Sharded(case, model, plain, precision)
+    group, bound, others = run.group, TOLERANCE[precision], plain.others
     near = partial(apart, bound=bound, absent_is_zero=True)
     alone = run.look()  # before any other pass
     seen: dict[str, Any] = {"load": unequal(shards_of(model), state)}

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
 from hf_fsdp_tools.proof.routing import Choices, choices
@@ -185,11 +186,6 @@ def noted_modules(model: nn.Module) -> Iterator[Tensors]:
 def names_of(model: nn.Module) -> dict[str, str]:
     """The plain names of a model's modules, by their own."""
     return {name: known for name, _ in model.named_modules() if (known := plain_name(name))}
-
-
-def plain_name(name: str) -> str:
-    """A name without what FSDP1 puts into it."""
-    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
 
 
 # ---- the plain model ----

@@ -40,9 +40,9 @@ def resume(run: Sharded) -> dict[str, Any]:
 
 def _begin(run: Sharded, seed: int) -> tuple[Any, ...]:
     """Accelerator, loader, optimizer and schedule of a training."""
-    sizes = {name: size for name, size in vars(run.case.dims).items() if name != "ep_size"}
-    plugin, config = FSDPPlugin(ep_size=run.case.dims.ep_size), ParallelismConfig(**sizes)
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    sizes = dict(vars(run.case.dims))
+    plugin = FSDPPlugin(ep_size=sizes.pop("ep_size"))
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
     model = accelerator.prepare(run.model)
     run.look()
     set_seed(10 * seed + dist.get_rank())
