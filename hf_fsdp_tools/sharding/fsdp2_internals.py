@@ -468,16 +468,17 @@ def make_root(model: nn.Module) -> None:
 
 
 @contextmanager
-def forward_begun(root: nn.Module) -> Iterator[None]:
+def forward_begun(root: nn.Module) -> Iterator[bool]:
     """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.
 
     Without a call, the pass ends with the block. Inputs of the root go to its device, where FSDP2 gathers; it moves
-    them only where it begins a pass itself. Nothing is done with a model without units.
+    them only where it begins a pass itself. Nothing is done, and False given, with a model without units, and in a
+    pass of the root.
     """
-    if not isinstance(root, FSDPModule):
-        yield
+    state = _state_of(root) if isinstance(root, FSDPModule) else None
+    if state is None or not isinstance(root, FSDPModule) or state._state_ctx.iter_forward_root is not None:
+        yield False
         return
-    state = _state_of(root)
     with torch.inference_mode(False):
         make_gathered_memory(root)
 
@@ -488,7 +489,7 @@ def forward_begun(root: nn.Module) -> Iterator[None]:
     handle = root.register_forward_pre_hook(to_device, prepend=True, with_kwargs=True)
     state._pre_forward(root, (None,), {})
     try:
-        yield
+        yield True
     finally:
         handle.remove()
         if state._state_ctx.iter_forward_root is state:

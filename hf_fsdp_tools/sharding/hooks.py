@@ -25,6 +25,7 @@ from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     follow_training,
+    forward_begun,
     gather_as_stored,
     gather_for_backward,
     in_backward,
@@ -79,6 +80,8 @@ class Units(Feature):
             yield Hook(base, Phase.KEEP, partial(_end_base_pass, model=model, head=head))
         stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
         kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
+        if base is not model:
+            yield Hook(base, Phase.CONTEXT, partial(_base_pass, model, kept))
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
         yield Hook(model, Phase.OUTPUT, partial(_end_pass, kept=kept))
@@ -165,6 +168,15 @@ def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
         runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
         if runner is not None:
             yield Hook(runner.module, Phase.REACH, partial(_reach_experts, experts=node.module))
+
+
+@contextmanager
+def _base_pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+    """Let a pass of the base alone be one of the model, in whose own unit weights of the base may lie."""
+    with forward_begun(model) as is_alone:
+        yield
+    if is_alone:
+        _end_pass(model, (), None, kept=kept)
 
 
 def _end_base_pass(base: nn.Module, args: object, output: object, *, model: nn.Module, head: Any) -> None:
