@@ -40,7 +40,7 @@ def resume(run: Sharded) -> dict[str, Any]:
 
 def _begin(run: Sharded, seed: int) -> tuple[Any, ...]:
     """Accelerator, loader, optimizer and schedule of a training."""
-    sizes = dict(vars(run.case.dims))
+    sizes = dict(vars(run.case.dims.resolve(dist.get_world_size())))
     plugin = FSDPPlugin(ep_size=sizes.pop("ep_size"))
     accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
     model = accelerator.prepare(run.model)
