@@ -475,7 +475,7 @@ def forward_begun(root: nn.Module) -> Iterator[bool]:
     them only where it begins a pass itself. Nothing is done, and False given, with a model without units, and in a
     pass of the root.
     """
-    state = _state_of(root) if isinstance(root, FSDPModule) else None
+    state: Any = _state_of(root) if isinstance(root, FSDPModule) else None
     if state is None or not isinstance(root, FSDPModule) or state._state_ctx.iter_forward_root is not None:
         yield False
         return
