@@ -26,7 +26,7 @@ CORE = (
 )  # fmt: skip
 """What runs without the rooms below, `extensions/` first of all."""
 
-ROOMS = (*CORE, "extensions", "foresight", "plots", "proof", "scripting", "integrations", "cli", "testing", "__main__")
+ROOMS = (*CORE, "extensions", "foresight", "plots", "scripting", "integrations", "testing", "proof", "cli", "__main__")
 """In the order in which they may import: each only rooms above it."""
 
 NEVER = (
@@ -43,7 +43,7 @@ BUDGET = {
     "background": (175, 135, 1, 1),
     "cli": (1805, 1675, 10, 0),
     "diagnostics": (970, 855, 5, 1),
-    "distributed": (1900, 1555, 9, 2),
+    "distributed": (1890, 1545, 9, 2),
     "doors": (35, 30, 1, 0),
     "errors": (150, 65, 1, 4),
     "extensions": (5015, 4215, 26, 3),
@@ -55,7 +55,7 @@ BUDGET = {
     "planning": (1530, 1245, 9, 4),
     "plots": (120, 110, 1, 0),
     "pretrained": (395, 280, 1, 2),
-    "proof": (1850, 1650, 9, 0),
+    "proof": (1990, 1780, 10, 0),
     "saving": (2725, 2270, 14, 2),
     "scripting": (2670, 2240, 12, 12),
     "sharding": (5005, 4145, 22, 8),
@@ -214,7 +214,7 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
     for name, path in modules().items():
         roots = {n.module.split(".")[0] for n in nodes(path) if isinstance(n, ast.ImportFrom) and n.module}
         roots |= {alias.name.split(".")[0] for n in nodes(path) if isinstance(n, ast.Import) for alias in n.names}
-        assert ("accelerate" in roots) <= name.startswith("integrations"), name
+        assert ("accelerate" in roots) <= name.startswith(("integrations", "proof.resume")), name  # a user of it
         if room_of(name) == "scripting":  # for recipes, which have the three installed
             continue
         assert not roots & {"datasets", "trl"}, name

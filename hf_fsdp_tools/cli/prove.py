@@ -16,8 +16,8 @@ _MOST_PROCESSES = 4
 def add_prove(commands: Any) -> None:
     """Add the command `prove`."""
     about = (
-        "train a tiny model of NAME's kind on CPU ranks and in one process: loss, gradients, a step, evaluation and "
-        "saved files must agree (no weights, no GPUs)"
+        "train a tiny model of NAME's kind on CPU ranks and in one process: loss, gradients, a step, evaluation, saved "
+        "files and a resumed training must agree (no weights, no GPUs)"
     )
     more = "The exit status is 0 where all agrees, else 1. SCRIPT.py is run but for its `if __name__` part."
     epilog = examples("prove Qwen/Qwen3-8B --cp-size 2", "prove my_script.py --config-file 8x80gb --lora")
@@ -36,7 +36,7 @@ def add_prove(commands: Any) -> None:
     add_degrees(layout)
     layout("--fsdp-version", type=int, choices=(1, 2), help="version of FSDP (default: 2)")
     layout("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
-    layout("--lora", action="store_true", help="train LoRA adapters on all linear layers")
+    layout("--lora", action="store_true", help="train LoRA adapters on all linear layers, and a copy of the head")
     parser.set_defaults(run=_prove)
 
 

@@ -316,14 +316,6 @@ def ensure_process_group(
         add_cpu_backend()
 
 
-def join_on_cpu(init_method: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Make this process, which nobody has launched, a rank of processes on this machine's CPUs; it sees no GPU."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    os.environ |= dict(zip(names, map(str, (rank, rank, size, size)), strict=True)) | {"CUDA_VISIBLE_DEVICES": ""}
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
-    add_cpu_backend()
-
-
 def _set_device(device_type: str) -> torch.device:
     """Make this process's device the current one."""
     device = torch.device("cpu") if device_type == "cpu" else local_device()

@@ -203,12 +203,18 @@ def _words_alone(batch: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
 
 
 def with_adapter(case: Case, config: Any = None) -> Case:
-    """The case with a LoRA adapter of PEFT (of all linear layers by default), random in both factors."""
+    """The case with a LoRA adapter of PEFT (by default of all linear layers, and a copy of the head that is trained),
+    random in both factors and in copies."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    config = replace(config or LoraConfig(r=4, target_modules="all-linear"), init_lora_weights=False, lora_dropout=0.0)
-    adapter = get_peft_model(load_plain(case), config)
+    model = load_plain(case)
+    heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    config = config or LoraConfig(r=4, target_modules="all-linear", modules_to_save=heads or None)
+    adapter = get_peft_model(model, replace(config, init_lora_weights=False, lora_dropout=0.0))
+    for name, parameter in adapter.named_parameters():
+        if ".modules_to_save." in name:  # PEFT's copies are as their originals, whichever of the two runs
+            parameter.data += 0.02 * torch.randn(parameter.shape)
     folder = case.folder.with_name("adapter")
     adapter.save_pretrained(str(folder))
     return replace(case, folder=folder, is_adapter=True)

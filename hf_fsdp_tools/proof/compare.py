@@ -30,6 +30,7 @@ from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.plain import (
@@ -37,6 +38,7 @@ from hf_fsdp_tools.proof.plain import (
     Case,
     Figures,
     Tensors,
+    base_outputs,
     evaluate,
     forward,
     load_plain,
@@ -44,7 +46,6 @@ from hf_fsdp_tools.proof.plain import (
     names_of,
     noted_modules,
     optimizer_of,
-    plain_name,
     tensors_of,
 )
 from hf_fsdp_tools.proof.rounding import MULTIPLE
@@ -52,6 +53,7 @@ from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.replicated import clip_norm
 from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.text import first_line
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2**-8}
 """Relative differences that no second rounding has to explain. (assumed in fp32: sums of another order over tens to
@@ -90,15 +92,18 @@ def load_sharded(case: Case, precision: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Sharded:
+class Sharded:
     """The sharded model of a case on this rank; in bf16, its choices (which expert) are those of the plain model."""
 
     case: Case
     model: Any
     plain: Figures
     precision: str
-    group: int
-    """Which batch this rank has."""
+
+    @property
+    def group(self) -> int:
+        """Which batch this rank has."""
+        return dist.get_rank() // self.case.dims.ranks_per_row
 
     def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
         sharding = sharding_of(self.model)
@@ -113,6 +118,21 @@ class _Sharded:
         batch = self.case.batches_of(kind, "fp32", has_labels=self.case.has_labels_in_evaluation)[self.group]
         with self._chosen(self.plain.chosen_in_evaluation, kind, batch):
             return evaluate(self.model, batch)
+
+    def look(self) -> Tensors | str:
+        """Outputs of the base model alone, if it has one, in evaluation, or its error; it also runs with gradients, and
+        no backward pass follows. (A base of context parallelism would take rows that nobody divides.)"""
+        batch = self.case.first_batches()[self.group]
+        if self.case.fsdp_version == 1 or self.case.dims.cp_size > 1 or not any(self.plain.base):
+            return {}
+        try:
+            with torch.no_grad():
+                alone = base_outputs(self.model.eval(), batch)
+            base_outputs(self.model, batch)
+        except Exception as error:
+            self.plain.base.clear()  # it is not tried again
+            return first_line(error)
+        return alone
 
     def backward(self, kind: str) -> tuple[Any, torch.Tensor, Tensors]:
         """Output, loss and outputs of modules of a training pass, which leaves gradients."""
@@ -132,10 +152,15 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
     one, each with its problem. Where batches are of another kind than the first, names begin with the kind. `state` is
     what the model must have loaded.
     """
-    group, bound, others = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision], plain.others
-    run = _Sharded(case, model, plain, precision, group)
+    run = Sharded(case, model, plain, precision)
+    group, bound, others = run.group, TOLERANCE[precision], plain.others
     near = partial(apart, bound=bound, absent_is_zero=True)
-    seen: dict[str, Any] = {"load": _unequal(_shards(model), state)}
+    alone = run.look()  # before any other pass
+    seen: dict[str, Any] = {"load": unequal(shards_of(model), state)}
+    if isinstance(alone, str):
+        seen["base"] = (math.inf, alone)
+    elif alone and precision == "fp32":
+        seen["base"] = worst(apart(alone, plain.base[group], [], bound))
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         of_others = [each.outputs[kind][group] for each in others]
@@ -161,14 +186,16 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, state: Tenso
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
             whole = nn.utils.get_total_norm(plain.accumulated.values())
             seen["norm"] = worst(apart({"norm": norm}, {"norm": whole}, [], bound))
+            run.look()
+            forward(model, case.first_batches()[group])  # the optimizer is made late
         optimizer_of(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
-        seen["step"] = worst(apart(_shards(model), plain.stepped, [], 10 * bound, is_part=True))
+        seen["step"] = worst(apart(shards_of(model), plain.stepped, [], 10 * bound, is_part=True))
         seen["save"] = _saved(case, model)
     return seen
 
 
-def _shards(model: nn.Module) -> Tensors:
+def shards_of(model: nn.Module) -> Tensors:
     """Parameters and buffers of a sharded model by the plain model's names; under FSDP1 whole. Every rank must call."""
     with _summoned(model):
         found = {plain_name(name): tensor for name, tensor in tensors_of(model).items()}
@@ -176,7 +203,7 @@ def _shards(model: nn.Module) -> Tensors:
 
 
 def _gradients(model: nn.Module) -> Tensors:
-    """Gradients of a sharded model, as `_shards` gives its parameters."""
+    """Gradients of a sharded model, as `shards_of` gives its parameters."""
     with _summoned(model):
         found = {plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: tensor.clone() for name, tensor in found.items()}
@@ -212,7 +239,7 @@ def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part_of(whole, like)
 
 
-def _unequal(found: Tensors, expected: Tensors) -> str:
+def unequal(found: Tensors, expected: Tensors) -> str:
     """What differs bit for bit, of the shards too; empty where nothing does."""
     if list(found) != list(expected):
         return f"other names: {sorted(set(found) ^ set(expected))[:3] or 'another order'}"
@@ -303,8 +330,8 @@ def _saved(case: Case, model: Any) -> str:
         return f"files differ from transformers': {sorted(set(a.items()) ^ set(b.items()))[:3]}"
     again = load_plain(case, folder)
     kept = again.state_dict().keys()  # rotary rules that depend on the length change buffers that no file holds
-    sides = (_shards(model), tensors_of(again))
-    return _unequal(*({name: tensor for name, tensor in side.items() if name in kept} for side in sides))
+    sides = (shards_of(model), tensors_of(again))
+    return unequal(*({name: tensor for name, tensor in side.items() if name in kept} for side in sides))
 
 
 def _headers(folder: Path) -> dict[str, str]:

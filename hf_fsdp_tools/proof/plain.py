@@ -5,9 +5,10 @@ as they are and parameters are in bf16 but for those that transformers keeps in 
 which all models compute in fp32. AdamW steps in fp32 alone.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.modeling.module_tree import plain_name
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
@@ -61,6 +64,10 @@ class Case:
             for batch in self.batches[kind]
         ]
 
+    def first_batches(self, precision: str = "fp32") -> list[dict[str, Any]]:
+        """The batches of the first kind."""
+        return self.batches_of(next(iter(self.batches)), precision)
+
     @property
     def has_labels_in_evaluation(self) -> bool:
         """Whether outputs are compared next to a loss; ranks of context parallelism then have a part of the logits."""
@@ -81,6 +88,10 @@ class Figures:
     accumulated: Tensors
     """The gradients of the last kind and the first one together."""
     stepped: Tensors
+    base: list[Tensors] = field(default_factory=list)
+    """Outputs of the base model alone of each first batch, in evaluation."""
+    continued: list[torch.Tensor] = field(default_factory=list)
+    """The losses of three steps more, each of the first batches."""
     chosen: dict[str, list[Choices]] = field(default_factory=dict)
     """The experts of each kind and batch, in training."""
     chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
@@ -120,6 +131,17 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
     with torch.no_grad():
         found = dict(outputs_of(forward(model.eval(), batch)))
     return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def base_outputs(model: nn.Module, batch: dict[str, Any]) -> Tensors:
+    """All outputs of the base model alone, which loops call for features; none where the model is its own base."""
+    whole = base_of(model)
+    base: Any = getattr(whole, "base_model", whole)
+    if base is whole:
+        return {}
+    known = inspect.signature(base.forward).parameters
+    given = {name: value for name, value in batch.items() if name in known and name not in _LABELS}
+    return {name: tensor.detach().clone() for name, tensor in outputs_of(forward(base, given))}
 
 
 _SKIPPED = ("past_key_values", "cache", "state", "encoder_outputs", "decoder_past_key_values")
@@ -164,11 +186,6 @@ def noted_modules(model: nn.Module) -> Iterator[Tensors]:
 def names_of(model: nn.Module) -> dict[str, str]:
     """The plain names of a model's modules, by their own."""
     return {name: known for name, _ in model.named_modules() if (known := plain_name(name))}
-
-
-def plain_name(name: str) -> str:
-    """A name without what FSDP1 puts into it."""
-    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
 
 
 # ---- the plain model ----
@@ -224,7 +241,11 @@ def _figures(case: Case, precision: str, before: Figures | None = None) -> Figur
     figures.accumulated = {
         name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
     }
-    figures.stepped = _step(load_plain(case), figures.accumulated) if precision == "fp32" else {}
+    if before is None:
+        with torch.no_grad(), suppress(Exception):  # a base that takes other inputs is not compared
+            figures.base = [base_outputs(model.eval(), batch) for batch in case.first_batches(precision)]
+        if precision == "fp32":
+            _go_on(case, figures)
     return figures
 
 
@@ -246,17 +267,31 @@ def load_plain(case: Case, folder: Path | None = None, dtype: torch.dtype = torc
     return model.eval()
 
 
-def _step(model: nn.Module, gradients: Tensors) -> Tensors:
-    """The weights after one step of AdamW by given gradients."""
+def _go_on(case: Case, figures: Figures) -> None:
+    """Step by the accumulated gradients; then train on the first batches with an optimizer and a schedule, alone."""
+    model, batches = load_plain(case), case.first_batches()
     for name, parameter in model.named_parameters():
-        parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
+        parameter.grad = figures.accumulated.get(name)
     optimizer_of(model).step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    figures.stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = optimizer_of(model)
+    schedule = schedule_of(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = torch.stack([loss_of(forward(model.train(case.is_training), batch)) for batch in batches])
+        losses.mean().backward()  # type: ignore[no-untyped-call]
+        figures.continued.append(losses.detach())
+        optimizer.step()
+        for _ in batches:  # as Accelerate's schedules step, once for each group of ranks
+            schedule.step()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, its eps larger than usual: a gradient of zero must not step by the sign of its rounding."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+schedule_of = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.9)
 
 
 def tensors_of(model: nn.Module) -> Tensors:

@@ -3,16 +3,14 @@
 import json
 import math
 import multiprocessing
-import os
 import re
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib.metadata import version
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +19,24 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.distributed.mesh import ParallelDims, join_on_cpu
+from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.proof.case import given_batches, telling, tiny_case, with_adapter, with_kinds
-from hf_fsdp_tools.proof.compare import Found, examine, load_sharded, worst
+from hf_fsdp_tools.proof.compare import Found, Sharded, examine, load_sharded, worst
 from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.resume import resume
+from hf_fsdp_tools.testing import PRELOAD, run_ranks
 from hf_fsdp_tools.text import first_line, show_count, table
 
 WORDS = 13
 """Tokens of a random row: no power of two divides them, so that ranks with the same rows have padding."""
 
-_LIMIT_S = 60.0
-"""How long a rank may wait for the others: tiny models take a second, and loading libraries a few. (assumed)"""
+_LIMIT_S = 600.0
+"""How long ranks may take: tiny models take seconds, and loading libraries a few. (assumed)"""
 
 _CHECKS = {
     "load": "loaded weights",
+    "base": "base model alone",
     "outputs": "outputs in evaluation",
     "loss": "loss",
     "gradients": "gradients",
@@ -43,11 +44,17 @@ _CHECKS = {
     "norm": "norm of all gradients",
     "step": "one step of AdamW",
     "save": "saved names and values",
+    "weights": "resumed weights",
+    "moments": "resumed moments and step counts",
+    "schedule": "resumed schedule",
+    "random": "resumed random states",
+    "rows": "resumed order of rows",
+    "continued": "losses after the resume",
 }
 Row = dict[str, Any]
 
 
-NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "resumed states", "generation", "logits_to_keep")
+NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "generation", "logits_to_keep")
 """What a proof says nothing of, whatever the layout."""
 
 
@@ -87,7 +94,9 @@ class Proof:
         """What the proof says nothing of: packed and long rows are made of words alone."""
         inputs = self.model["inputs"].split()
         has_senses = any(name.startswith(("pixel_", "input_features", "input_values")) for name in inputs)
-        return [*NOT_COMPARED, *["packed and long rows with images or sound"] * has_senses]
+        seen = {row["check"] for row in self.checks}
+        absent = ["resumed states"] * ("weights" not in seen) + ["the base model alone"] * ("base" not in seen)
+        return [*NOT_COMPARED, *absent, *["packed and long rows with images or sound"] * has_senses]
 
     def __str__(self) -> str:
         count = show_count(self.model["parameters"])
@@ -157,8 +166,8 @@ def prove(
     Raises:
         ConfigError: no such model can be made small, or the layout refuses it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_fsdp_tools.proof.run"])
+    multiprocessing.set_forkserver_preload([*PRELOAD, "hf_fsdp_tools.proof.run"])
+    forkserver.ensure_running()  # ranks import next to the plain model
     dims = dims.resolve(num_processes)
     count = num_processes // dims.ranks_per_row
     with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
@@ -179,7 +188,7 @@ def prove(
         if adapter is not None:
             case = with_adapter(case, None if adapter is True else adapter)
         torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
-        ranks = _run(context, num_processes, folder)
+        ranks = _run(num_processes, folder)
     sizes = {name: size for name, size in vars(dims).items() if size > 1 or name == "dp_shard_size"}
     layout = {"num_processes": num_processes, **sizes, "fsdp_version": fsdp_version, "adapter": adapter is not None}
     layout["activation_checkpointing"] = activation_checkpointing
@@ -242,50 +251,36 @@ def _by_module(found: dict[tuple[int, str], Found]) -> dict[str, dict[tuple[int,
 def examine_on_rank(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, by precision; every rank must call."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
-    return {
-        precision: examine(case, load_sharded(case, precision), precision, figures, plain["fp32"].state)
-        for precision, figures in plain.items()
-    }
+    found: Row = {}
+    for precision, figures in plain.items():
+        model = load_sharded(case, precision)
+        found[precision] = examine(case, model, precision, figures, plain["fp32"].state)
+        if figures.continued and case.fsdp_version == 2:
+            found[precision] |= resume(Sharded(case, model, figures, precision))
+    return found
 
 
-def _run(context: Any, size: int, folder: Path) -> list[Row]:
+def _run(size: int, folder: Path) -> list[Row]:
     """The findings of all ranks; `error` of those that failed."""
-    processes = [context.Process(target=_rank_main, args=(rank, size, folder), daemon=True) for rank in range(size)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 10 * _LIMIT_S
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0.0))
-    ranks: list[Row] = []
-    for rank, process in enumerate(processes):
-        file, has_ended = folder / f"{rank}.result", not process.is_alive()
-        process.kill()
-        how = f"ended with status {process.exitcode}" if has_ended else f"did not end in {10 * _LIMIT_S:.0f} s"
-        ranks.append(torch.load(file, weights_only=False) if file.exists() else {"error": f"rank {rank} {how}"})
-    if refusal := next((each["refusal"] for each in ranks if "refusal" in each), None):
-        raise refusal
-    return ranks
+    try:
+        return run_ranks(_examined, size, folder, timeout_s=_LIMIT_S)
+    except AssertionError:
+        files = [folder / f"{rank}.failure" for rank in range(size)]
+        ranks = [torch.load(file, weights_only=False) for file in files if file.exists()]
+        if refusal := next((each["refusal"] for each in ranks if "refusal" in each), None):
+            raise refusal from None
+        return ranks or [{"error": f"a rank died, or did not end in {_LIMIT_S:.0f} s"}]
 
 
-def _rank_main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def _examined(folder: Path) -> Row:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     try:
-        join_on_cpu(f"file://{folder / 'meeting'}", rank, size, timedelta(seconds=_LIMIT_S))
-        torch.save(examine_on_rank(folder), folder / f"{rank}.result")
-        dist.barrier()
-    except FSDPToolsError as error:
-        _fail({"refusal": error}, folder / f"{rank}.result")
+        return examine_on_rank(folder)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}, line {where.lineno}"
-        _fail({"error": f"rank {rank} failed: {first_line(error)} ({place})"}, folder / f"{rank}.result")
-    dist.destroy_process_group()
-
-
-def _fail(result: Row, file: Path) -> None:
-    """Leave the error of this rank in its file, and end at once: the other ranks may never come to an end together."""
-    torch.save(result, file)
-    os._exit(1)
+        where, rank = traceback.extract_tb(error.__traceback__)[-1], dist.get_rank()
+        said = f"rank {rank} failed: {first_line(error)} ({Path(where.filename).name}, line {where.lineno})"
+        is_refusal = isinstance(error, FSDPToolsError)
+        torch.save({"refusal": error} if is_refusal else {"error": said}, folder / f"{rank}.failure")
+        raise

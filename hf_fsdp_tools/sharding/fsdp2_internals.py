@@ -468,9 +468,9 @@ def forward_begun(root: nn.Module) -> Iterator[None]:
     """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.
 
     Without a call, the pass ends with the block. Inputs of the root go to its device, where FSDP2 gathers; it moves
-    them only where it begins a pass itself. Nothing is done with a model without units.
+    them only where it begins a pass itself. Nothing is done with a model without units, and in a pass of the root.
     """
-    if not isinstance(root, FSDPModule):
+    if not isinstance(root, FSDPModule) or in_pass(root):
         yield
         return
     state = _state_of(root)
@@ -574,11 +574,24 @@ def gather_for_backward(module: FSDPModule, args: object, output: object) -> Non
 
 
 def show_shards(model: nn.Module) -> None:
-    """Let modules register shards again once a pass is over, unless a pass of the model itself goes on."""
-    state = _state_of(model) if isinstance(model, FSDPModule) else None
-    if state is not None and state._state_ctx.iter_forward_root is not state:
-        for group in _groups(model):
-            group.show_shards()
+    """Let the modules of a model register shards, its pass being over."""
+    for group in _groups(model):
+        group.show_shards()
+
+
+def in_pass(model: nn.Module) -> bool:
+    """Whether a forward pass of a sharded model, or of one of its units, goes on."""
+    return isinstance(model, FSDPModule) and _state_of(model)._state_ctx.iter_forward_root is not None
+
+
+def drop_pass(model: nn.Module) -> None:
+    """Forget a forward pass of a sharded model that has failed; gradients stay, and what waits for its backward pass."""
+    for state in _states(model):
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        for record in (state, *_groups_of(state)):
+            record._training_state = _fsdp_common.TrainingState.IDLE
+    reshard_units(model)
 
 
 def refuse_gathered(optimizer: Any) -> None:

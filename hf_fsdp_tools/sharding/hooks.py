@@ -6,7 +6,7 @@ other hooks keep memory, outputs and gradients right where FSDP2 leaves a gap; e
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,13 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
+    drop_pass,
     follow_training,
+    forward_begun,
     gather_as_stored,
     gather_for_backward,
     in_backward,
+    in_pass,
     make_gathered_memory,
     make_root,
     refuse_gathered,
@@ -72,13 +75,16 @@ class Units(Feature):
         yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         yield from hooks_of_experts(tree)
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        if (base := getattr(model, "base_model", model)) is not model:
-            yield Hook(base, Phase.KEEP, partial(_end_base_pass, model=model, head=head))
+        base = getattr(model, "base_model", model)
+        if isinstance(head, FSDPModule) and base is not model:
+            yield Hook(base, Phase.KEEP, partial(_gather_head, head=head))
         stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
         kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
+        yield Hook(model, Phase.CONTEXT, partial(_pass, model, kept))
+        if base is not model:
+            yield Hook(base, Phase.CONTEXT, partial(_pass_of_base, model, kept))
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
-        yield Hook(model, Phase.OUTPUT, partial(_end_pass, kept=kept))
 
 
 def kept_as_stored(model: nn.Module, dtype: torch.dtype | None) -> set[torch.Tensor]:
@@ -164,13 +170,36 @@ def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
             yield Hook(runner.module, Phase.REACH, partial(_reach_experts, experts=node.module))
 
 
-def _end_base_pass(base: nn.Module, args: object, output: object, *, model: nn.Module, head: Any) -> None:
+@contextmanager
+def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+    """A pass of a model, or of its base alone, at whose end modules register shards: an optimizer made now, or a change
+    in place, is of these. What FSDP2 keeps gathered for backward stays so; without gradients, or after an error, it
+    does not."""
+    try:
+        yield
+    except BaseException:
+        drop_pass(model)
+        raise
+    if note_of(model).gathered:
+        return
+    for module in model.modules() if not torch.is_grad_enabled() else ():
+        if isinstance(module, FSDPModule) and module not in kept:
+            module.reshard()
+    show_shards(model)
+
+
+@contextmanager
+def _pass_of_base(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+    """Let a pass of the base alone be one of the model, in whose own unit weights of the base may lie."""
+    with nullcontext() if in_pass(model) else _pass(model, kept), forward_begun(model):
+        yield
+
+
+def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPModule) -> None:
     """Gather a head before its weight is read: chunked losses, as TRL's, do not call it. The gradient of a shard that
     is read would be that of this rank's rows alone."""
-    if torch.is_grad_enabled() and isinstance(head, FSDPModule):
+    if torch.is_grad_enabled():
         head.unshard()
-    if not note_of(model).gathered:
-        show_shards(model)
 
 
 def _prepare_unit(module: Any, args: object, kwargs: object, *, model: nn.Module, is_alone: bool) -> None:
@@ -187,17 +216,6 @@ def _prepare_unit(module: Any, args: object, kwargs: object, *, model: nn.Module
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             make_gathered_memory(module)
-
-
-def _end_pass(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root); let
-    modules register shards, whatever stays gathered: an optimizer made now, or a change in place, is of these."""
-    if note_of(model).gathered:
-        return
-    for module in model.modules() if not torch.is_grad_enabled() else ():
-        if isinstance(module, FSDPModule) and module not in kept:
-            module.reshard()
-    show_shards(model)
 
 
 def _first_with_shards(

@@ -2,20 +2,25 @@
 
 Faults are put into the ranks' own code: a wrong divisor, a dropped mask, rows exchanged between ranks, labels that are
 not shifted, angles of other positions, collectives that are left out; swapped experts, tokens at the wrong rank, a
-stale scale of a shard, a norm that is counted twice.
+stale scale of a shard, a norm that is counted twice; parts of a state that are not brought back, a copy of a head that
+does not run, an optimizer of other tensors, a base model alone that changes a weight.
 """
 
 import json
+import random
 import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.scheduler import AcceleratedScheduler
+from peft.utils.other import ModulesToSaveWrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -24,8 +29,9 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.extensions import context_parallel as cp
 from hf_fsdp_tools.extensions import readers
+from hf_fsdp_tools.integrations import accelerator
 from hf_fsdp_tools.proof import compare
-from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
+from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter, with_kinds
 from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import replicated
@@ -38,14 +44,14 @@ AllToAllEP = pytest.importorskip(
 LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 2, "adapter": False}
 
 
-def _case(folder, config, dims, precisions=("fp32",)):
+def _case(folder, config, dims, precisions=("fp32",), *, has_adapter=False):
     cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     options = {"num_batches": 2 // dims.ranks_per_row, "words": WORDS, "is_training": True, "tp_size": dims.tp_size}
     case, _ = tiny_case(telling(config), [cls], folder / "checkpoint", **options)
     if dims.cp_size > 1:
         case, _ = with_kinds(case)
         assert list(case.batches) == ["rows", "padded", "packed", "long"]
-    case = replace(case, dims=dims)
+    case = replace(with_adapter(case) if has_adapter else case, dims=dims)
     torch.save((case, {each: plain_figures(case, each) for each in precisions}), folder / "plain.pt")
 
 
@@ -230,6 +236,80 @@ def test_each_kind_of_fault_is_found(tmp_path, kind, names):
         assert "not proved" in str(proof) and "not compared: rows of more than" in str(proof)
 
 
+# ---- faults of what goes on: states, copies of heads, optimizers, the base model alone ----
+
+
+def _lost(*args, **kwargs):
+    """Nothing is brought back."""
+
+
+def _of_copies(model):
+    optimizer, head = _OPTIMIZER_OF(model), dict(model.named_parameters())[HEAD]
+    (group,) = optimizer.param_groups
+    group["params"] = [torch.nn.Parameter(each.detach().clone()) if each is head else each for each in group["params"]]
+    return optimizer
+
+
+def _changing_the_head(model, batch):
+    found = _BASE_OUTPUTS(model, batch)
+    local_tensor(dict(model.named_parameters())[HEAD].detach()).mul_(0.5)
+    return found
+
+
+def _another_base(model, batch):
+    return {name: value * 1.01 for name, value in _BASE_OUTPUTS(model, batch).items()}
+
+
+def _no_base(model, batch):
+    raise RuntimeError("a single root module")
+
+
+def _original_head(self, *args, **kwargs):
+    return self.original_module(*args, **kwargs)
+
+
+def _frozen_copy(self, *args, **kwargs):
+    self.modules_to_save.requires_grad_(False)
+    return _RUN_COPY(self, *args, **kwargs)
+
+
+HEAD = "lm_head.weight"
+_OPTIMIZER_OF, _BASE_OUTPUTS, _RUN_COPY = compare.optimizer_of, compare.base_outputs, ModulesToSaveWrapper.forward
+OF_WHAT_GOES_ON = {
+    "moments lost": ((accelerator, "load_optimizer", _lost), "resumed moments and step counts: other names"),
+    "weights lost": ((accelerator, "load_models", _lost), "resumed weights: "),
+    "schedule lost": ((AcceleratedScheduler, "load_state_dict", _lost), "resumed schedule: 3 tensors differ"),
+    "torch's random state lost": ((torch, "set_rng_state", _lost), "resumed random states: 1 tensors differ, torch"),
+    "Python's random state lost": ((random, "setstate", _lost), "resumed random states: 1 tensors differ, random"),
+    "NumPy's random state lost": ((np.random, "set_state", _lost), "resumed random states: 1 tensors differ, numpy"),
+    "position lost": ((accelerator, "restore_positions", _lost), "resumed order of rows: 1 tensors differ"),
+    "an optimizer of copies": ((compare, "optimizer_of", _of_copies), f"one step of AdamW: {HEAD}"),
+    "head changed": ((compare, "base_outputs", _changing_the_head), f"loaded weights: 1 tensors differ, {HEAD} first"),
+    "another base": ((compare, "base_outputs", _another_base), r"base model alone: \.last_hidden_state: 1\.0e-02"),
+    "a base that fails": ((compare, "base_outputs", _no_base), "base model alone: a single root module"),
+}
+OF_A_COPY = {
+    "the original runs": ((ModulesToSaveWrapper, "forward", _original_head), "outputs in evaluation: "),
+    "no gradient": ((ModulesToSaveWrapper, "forward", _frozen_copy), r"gradients: \S*lm_head\.modules_to_save"),
+}
+
+
+def _going_on(folder, has_adapter):
+    faults = (OF_A_COPY if has_adapter else OF_WHAT_GOES_ON).items()
+    cases = {name: partial(_seen, folder, fault) for name, (fault, _) in faults}
+    return run_cases({"none": partial(_seen, folder), **cases})
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["all weights", "LoRA and a copy of the head"])
+def test_what_does_not_go_on_is_found(tmp_path, has_adapter):
+    _case(tmp_path, transformers.LlamaConfig(), ParallelDims(dp_shard_size=2), has_adapter=has_adapter)
+    ranks = run_ranks(_going_on, 2, tmp_path, has_adapter)
+    assert _proof([rank["none"] for rank in ranks]).problems == []
+    for name, (_, said) in (OF_A_COPY if has_adapter else OF_WHAT_GOES_ON).items():
+        proof = _proof([rank[name] for rank in ranks])
+        assert any(re.match(f"fp32 {said}", problem) for problem in proof.problems), (name, proof.problems)
+
+
 def _reduced_in_bf16(folder):
     def policy(param_dtype, **_):
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
@@ -277,7 +357,9 @@ def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     assert status == 0 and proof["is_proved"], said
     norm = set() if "--fsdp-version" in words else {"norm"}
     checks = {"load", "outputs", "loss", "gradients", "accumulated", "step", "save"}
-    assert {row["check"] for row in proof["checks"]} == checks | norm
+    resumed = {"weights", "moments", "schedule", "random", "rows", "continued"} if norm else set()
+    base = {"base"} if norm and "--cp-size" not in words else set()
+    assert {row["check"] for row in proof["checks"]} == checks | norm | resumed | base
     assert {row["precision"] for row in proof["checks"]} == {"fp32", "bf16"}
 
 

@@ -42,18 +42,19 @@ LlamaForCausalLM
   gather      FSDP2
   context     context_parallel.own_loss
   context     autocast_mode.autocast
+  context     hooks.pass
   context     skipped.pass
   rows        context_parallel.before_model
   join        skipped.end
   copy        hooks.as_no_views
   reshard     FSDP2
   output      hooks.return_fp32
-  output      hooks.end_pass
   whole       context_parallel.after_model
 model
   stack       skipped.opened
+  context     hooks.pass_of_base
   join        skipped.closed
-  keep        hooks.end_base_pass
+  keep        hooks.gather_head
   whole       context_parallel.after_decoder
 model.embed_tokens
   meet        skipped.enter
@@ -96,7 +97,9 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
     model = sharded(mesh=dims, mp_policy="bf16", activation_checkpointing={"offload": True})
     expected = EXPECTED
     if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13
-        expected = expected.replace("hooks.end_pass", "hooks.complete_units\n  output      hooks.end_pass")
+        expected = expected.replace(
+            "  output      hooks.return_fp32", "  output      hooks.return_fp32\n  output      hooks.complete_units"
+        )
     assert describe_hooks(model) == expected
     twin = copy.deepcopy(model)
     assert describe_hooks(twin) == expected
