@@ -187,12 +187,15 @@ RULES = {
     "checkpointing": rule(1, "model.gradient_checkpointing_enable()"),
     "failing pass": rule(1, PASS.replace("ids({n})", "ids({n}) + 999"), "with failing(model): " + PASS),
     "adapter": rule(
-        2, "model = with_adapter(model)", forbids="adapter", gives="adapter", takes="prepared optimizer saved kept stored"
+        2, "model = with_adapter(model)", forbids="adapter", gives="adapter",
+        takes="prepared optimizer saved kept stored",
     ),
     "second adapter": rule(
         1, "add_second(model)", needs="adapter", forbids="second merged", gives="second", takes="kept stored saved"
     ),
-    "set adapter": rule(2, "model.set_adapter('second')", "model.set_adapter('default')", needs="second", forbids="merged"),
+    "set adapter": rule(
+        2, "model.set_adapter('second')", "model.set_adapter('default')", needs="second", forbids="merged"
+    ),
     "delete adapter": rule(
         1, ("model.set_adapter('default')", "model.delete_adapter('second')"), needs="second", forbids="merged",
         takes="second kept stored saved",
