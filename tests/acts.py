@@ -73,10 +73,8 @@ class Layout:
         return "mp_policy" in self.options
 
 
-BF16, WHOLE = (
-    {"mp_policy": "bf16"},
-    WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight")),
-)
+BF16 = {"mp_policy": "bf16"}
+WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight"))
 LAYOUTS = {
     "one rank": Layout(1),
     "one rank bf16": Layout(1, options=BF16),
@@ -119,6 +117,7 @@ OPTIMIZERS = (
     "torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, weight_decay=0.0)",
     "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
 )
+ACCELERATOR = "accelerator = make_accelerator()"
 STATE = "kept = {key: value.clone() for key, value in model.state_dict().items()}"
 
 
@@ -152,7 +151,7 @@ RULES = {
     "mode": rule(1, "model.eval()", "model.train()"),
     "generate": rule(2, "words = model.generate(input_ids=ids({n})[:, :4], max_new_tokens=3, do_sample=False)"),
     "optimizer": rule(6, *(f"optimizer = {made}" for made in OPTIMIZERS), forbids="accelerator", gives="optimizer"),
-    "accelerator": rule(2, "accelerator = make_accelerator()", forbids="accelerator", gives="accelerator"),
+    "accelerator": rule(2, ACCELERATOR, forbids="accelerator", gives="accelerator"),
     "prepare": rule(3, "model = accelerator.prepare(model)", needs="accelerator", gives="prepared", forbids="prepared"),
     "prepare both": rule(4, *PREPARED, needs="accelerator", gives="optimizer prepared", forbids="prepared"),
     "prepare optimizer": rule(
@@ -183,7 +182,8 @@ RULES = {
     "restore state": rule(3, "restore(model, optimizer)", needs="optimizer stored"),
     "save_state": rule(2, "accelerator.save_state(folder)", needs="prepared optimizer", gives="saved"),
     "load_state": rule(3, "accelerator.load_state(folder)", needs="prepared optimizer saved"),
-    "copy": rule(2, "model = copy.deepcopy(model)", takes="prepared optimizer saved"),
+    "copy": rule(2, "model = copy.deepcopy(model)", forbids="adapter", takes="prepared optimizer saved"),
+    "copy adapted": rule(1, "model = copy.deepcopy(model)", needs="adapter", takes="prepared optimizer saved"),
     "checkpointing": rule(1, "model.gradient_checkpointing_enable()"),
     "failing pass": rule(1, PASS.replace("ids({n})", "ids({n}) + 999"), "with failing(model): " + PASS),
     "adapter": rule(
@@ -210,10 +210,11 @@ def drawn(layout: Layout, seed: object, without: Sequence[str] = ()) -> list[Act
     """A sequence of 6 to 15 acts between one that loads the model, and a training pass that shows what became of it."""
     chance = random.Random(f"{seed}")
     facts = {"adapter"} if layout.is_adapter else set()
-    acts = [
-        chance.choice([("model = load()",)] * 3 + [("accelerator = make_accelerator()", "model = load(accelerator)")])
-    ]
-    facts |= {"accelerator"} if len(acts[0]) > 1 else set()
+    made = chance.choice([("model = load()",)] * 3 + [(ACCELERATOR, "model = load(accelerator)"), ()])
+    frozen = chance.choice([(), *((each,) for each in FREEZES)]) if not facts else ()
+    acts: list[Act] = [made or (ACCELERATOR, "model = plain_model()", *frozen, "model = accelerator.prepare(model)")]
+    facts |= {"accelerator"} if len(made) != 1 else set()
+    facts |= {"prepared"} if not made else set()
     rules = {name: each for name, each in RULES.items() if not any(word in name for word in without)}
     for _ in range(chance.randint(6, 15)):
         allowed = [each for each in rules.values() if each.needs <= facts and not each.forbids & facts]
@@ -269,10 +270,19 @@ class Side:
 
     def __init__(self, layout: Layout, files: Path, folder: Path) -> None:
         self.layout, self.files, self.folder, self.count = layout, files, folder, 0
+        self.meshes: dict[str, Any] = {}
         own = ("ids", "load", "make_accelerator", "save_pretrained", "opened", "store", "restore", "with_adapter")
+        own += ("plain_model",)
         self.env: dict[str, Any] = {"torch": torch, "copy": copy, "base": base, "failing": failing, "optimizer": None}
-        self.env |= {name: getattr(self, name) for name in (*own, "load_weights", "clip_grad_norm_", "add_second")}
+        self.env |= {name: getattr(self, name) for name in own}
+        self.env |= {name: getattr(self, name) for name in ("load_weights", "clip_grad_norm_", "add_second")}
         self.env["folder"] = folder / "accelerate"
+
+    def plain_model(self) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(self.files / "base", dtype=torch.float32)
+        if self.layout.is_adapter:
+            model = PeftModel.from_pretrained(model, self.files / "default", is_trainable=True)
+        return model.train()
 
     def add_second(self, model: Any) -> None:
         model.load_adapter(str(self.files / "second"), "second", is_trainable=True, torch_device="cpu")
@@ -291,8 +301,7 @@ class Plain(Side):
         return words(number)
 
     def load(self, accelerator: Any = None) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(self.files / "base", dtype=torch.float32)
-        return (self.with_adapter(model) if self.layout.is_adapter else model).train()
+        return self.plain_model()
 
     def with_adapter(self, model: Any) -> Any:
         return PeftModel.from_pretrained(model, self.files / "default", is_trainable=True).eval()
@@ -359,7 +368,6 @@ class Sharded(Side):
         options |= {"is_trainable": True} if self.layout.is_adapter else {}
         load_kwargs = {"progress": False}
         model = hf_fsdp_tools.from_pretrained(files, dtype=torch.float32, load_kwargs=load_kwargs, **options).train()
-        self.meshes = {plain_name(name): mesh_of(parameter) for name, parameter in model.named_parameters()}
         return model
 
     def with_adapter(self, model: Any) -> Any:
@@ -370,7 +378,8 @@ class Sharded(Side):
 
     def make_accelerator(self) -> Any:
         sizes = dict(self.layout.dims)
-        plugin = FSDPPlugin(ep_size=sizes.pop("ep_size", 1), cpu_offload="offload_policy" in self.layout.options)
+        options = {"policy": self.layout.options.get("policy"), "cpu_offload": "offload_policy" in self.layout.options}
+        plugin = FSDPPlugin(ep_size=sizes.pop("ep_size", 1), **options)
         shards = dist.get_world_size() // max(sizes.values(), default=1)
         parallelism = ParallelismConfig(**sizes, dp_shard_size=shards) if sizes else None
         precision = "bf16" if self.layout.is_bf16 else "no"
@@ -397,6 +406,8 @@ class Sharded(Side):
         """Whether a user sees this rank's shard, and not what is gathered in its place between two passes."""
         if dist.get_world_size() == 1:
             return parameter.is_leaf and parameter.dtype == torch.float32
+        if not self.meshes:  # just loaded
+            self.meshes |= {plain_name(name): mesh_of(each) for name, each in self.env["model"].named_parameters()}
         mesh = self.meshes.get(plain_name(name))
         return mesh_of(parameter) == mesh if plain_name(name) in self.meshes else isinstance(parameter, DTensor)
 
