@@ -94,7 +94,7 @@ LAYOUTS = {
     "lora": Layout(2, "qwen3", is_adapter=True),
     "lora bf16": Layout(2, "qwen3", options=BF16, is_adapter=True),
 }
-REFUSALS = ("",)
+REFUSALS = ("belong to no prepared model",)
 """Words of the refusals that are documented."""
 
 # ---- the acts ----
@@ -102,6 +102,8 @@ REFUSALS = ("",)
 PASS = "loss = model(input_ids=ids({n}), labels=ids({n}), use_cache=False).loss"
 BASE = "loss = base(model)(input_ids=ids({n}), use_cache=False).last_hidden_state.pow(2).mean()"
 QUIET = "with torch.no_grad(): "
+WORDS = "min_new_tokens=3, max_new_tokens=3, do_sample=False"
+GENERATE = f"words = model.generate(input_ids=ids({{n}})[:, :4], {WORDS})"
 CHANGES = (
     QUIET + "[p.mul_(0.9) for p in model.parameters()]",
     "[p.data.mul_(0.9) for p in model.parameters()]",
@@ -121,88 +123,80 @@ ACCELERATOR = "accelerator = make_accelerator()"
 STATE = "kept = {key: value.clone() for key, value in model.state_dict().items()}"
 
 
-@dataclass(frozen=True)
 class Rule:
     """Acts of one kind, of which one is drawn; `needs`, `forbids`, `gives` and `takes` are facts about the script."""
 
-    weight: int
-    acts: Sequence[Act]
-    needs: frozenset[str] = frozenset()
-    forbids: frozenset[str] = frozenset()
-    gives: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
-
-
-def rule(weight: int, *acts: str | Act, **facts: str) -> Rule:
-    sets = {key: frozenset(value.split()) for key, value in facts.items()}
-    return Rule(weight, [(act,) if isinstance(act, str) else act for act in acts], **sets)
+    def __init__(self, weight: int, *acts: str | Act, **facts: str) -> None:
+        self.weight, self.acts = weight, [(act,) if isinstance(act, str) else act for act in acts]
+        sets = (frozenset(facts.get(name, "").split()) for name in ("needs", "forbids", "gives", "takes"))
+        self.needs, self.forbids, self.gives, self.takes = sets
 
 
 PREPARED = tuple(f"model, optimizer = accelerator.prepare(model, {made})" for made in OPTIMIZERS)
 RULES = {
-    "pass, backward": rule(8, (PASS, "loss.backward()"), forbids="accelerator"),
-    "pass, backward by Accelerate": rule(8, (PASS, "accelerator.backward(loss)"), needs="accelerator prepared"),
-    "pass with gradients": rule(3, PASS),
-    "pass without gradients": rule(2, QUIET + PASS),
-    "base pass, backward": rule(2, (BASE, "loss.backward()")),
-    "base pass with gradients": rule(2, BASE),
-    "base pass without gradients": rule(1, QUIET + BASE),
-    "evaluation": rule(2, ("model.eval()", QUIET + PASS), ("model.eval()", QUIET + PASS, "model.train()")),
-    "mode": rule(1, "model.eval()", "model.train()"),
-    "generate": rule(2, "words = model.generate(input_ids=ids({n})[:, :4], max_new_tokens=3, do_sample=False)"),
-    "optimizer": rule(6, *(f"optimizer = {made}" for made in OPTIMIZERS), forbids="accelerator", gives="optimizer"),
-    "accelerator": rule(2, ACCELERATOR, forbids="accelerator", gives="accelerator"),
-    "prepare": rule(3, "model = accelerator.prepare(model)", needs="accelerator", gives="prepared", forbids="prepared"),
-    "prepare both": rule(4, *PREPARED, needs="accelerator", gives="optimizer prepared", forbids="prepared"),
-    "prepare optimizer": rule(
+    "pass, backward": Rule(8, (PASS, "loss.backward()"), forbids="accelerator"),
+    "pass, backward by Accelerate": Rule(8, (PASS, "accelerator.backward(loss)"), needs="accelerator prepared"),
+    "pass with gradients": Rule(3, PASS),
+    "pass without gradients": Rule(2, QUIET + PASS),
+    "base pass, backward": Rule(2, (BASE, "loss.backward()")),
+    "base pass with gradients": Rule(2, BASE),
+    "base pass without gradients": Rule(1, QUIET + BASE),
+    "evaluation": Rule(2, ("model.eval()", QUIET + PASS), ("model.eval()", QUIET + PASS, "model.train()")),
+    "mode": Rule(1, "model.eval()", "model.train()"),
+    "generate": Rule(2, GENERATE),
+    "optimizer": Rule(6, *(f"optimizer = {made}" for made in OPTIMIZERS), forbids="accelerator", gives="optimizer"),
+    "accelerator": Rule(2, ACCELERATOR, forbids="accelerator", gives="accelerator"),
+    "prepare": Rule(3, "model = accelerator.prepare(model)", needs="accelerator", gives="prepared", forbids="prepared"),
+    "prepare both": Rule(4, *PREPARED, needs="accelerator", gives="optimizer prepared", forbids="prepared"),
+    "prepare optimizer": Rule(
         3, *(f"optimizer = accelerator.prepare({made})" for made in OPTIMIZERS), needs="accelerator prepared",
         gives="optimizer",
     ),
-    "step": rule(6, "optimizer.step()", needs="optimizer"),
-    "step, zero": rule(4, ("optimizer.step()", "optimizer.zero_grad()"), needs="optimizer"),
-    "zero": rule(2, "model.zero_grad()", "model.zero_grad(set_to_none=False)"),
-    "zero by optimizer": rule(
+    "step": Rule(6, "optimizer.step()", needs="optimizer"),
+    "step, zero": Rule(4, ("optimizer.step()", "optimizer.zero_grad()"), needs="optimizer"),
+    "zero": Rule(2, "model.zero_grad()", "model.zero_grad(set_to_none=False)"),
+    "zero by optimizer": Rule(
         2, "optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)", needs="optimizer"
     ),
-    "clip": rule(2, "norm = clip_grad_norm_(model.parameters(), 0.5)"),
-    "clip by Accelerate": rule(1, "norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)", needs="prepared"),
-    "freeze": rule(3, *FREEZES),
-    "unfreeze": rule(2, "[p.requires_grad_(True) for p in model.parameters()]", forbids="adapter"),
-    "unfreeze adapter": rule(
+    "clip": Rule(2, "norm = clip_grad_norm_(model.parameters(), 0.5)"),
+    "clip by Accelerate": Rule(1, "norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)", needs="prepared"),
+    "freeze": Rule(3, *FREEZES),
+    "unfreeze": Rule(2, "[p.requires_grad_(True) for p in model.parameters()]", forbids="adapter"),
+    "unfreeze adapter": Rule(
         2, "[p.requires_grad_('lora_' in name) for name, p in model.named_parameters()]", needs="adapter"
     ),
-    "change": rule(3, *CHANGES),
-    "state dict": rule(3, STATE, gives="kept"),
-    "load state dict": rule(2, "model.load_state_dict(kept)", needs="kept"),
-    "load weights": rule(1, "load_weights(model)", forbids="adapter"),
-    "save": rule(2, ("save_pretrained(model)", "saved = opened()")),
-    "save in the background": rule(1, "save_pretrained(model, blocking=False)", gives="pending"),
-    "open": rule(2, "saved = opened()", needs="pending"),
-    "store state": rule(2, "store(model, optimizer)", needs="optimizer", gives="stored"),
-    "restore state": rule(3, "restore(model, optimizer)", needs="optimizer stored"),
-    "save_state": rule(2, "accelerator.save_state(folder)", needs="prepared optimizer", gives="saved"),
-    "load_state": rule(3, "accelerator.load_state(folder)", needs="prepared optimizer saved"),
-    "copy": rule(2, "model = copy.deepcopy(model)", forbids="adapter", takes="prepared optimizer saved"),
-    "copy adapted": rule(1, "model = copy.deepcopy(model)", needs="adapter", takes="prepared optimizer saved"),
-    "checkpointing": rule(1, "model.gradient_checkpointing_enable()"),
-    "failing pass": rule(1, PASS.replace("ids({n})", "ids({n}) + 999"), "with failing(model): " + PASS),
-    "adapter": rule(
+    "change": Rule(3, *CHANGES),
+    "state dict": Rule(3, STATE, gives="kept"),
+    "load state dict": Rule(2, "model.load_state_dict(kept)", needs="kept"),
+    "load weights": Rule(1, "load_weights(model)", forbids="adapter"),
+    "save": Rule(2, ("save_pretrained(model)", "saved = opened()")),
+    "save in the background": Rule(1, "save_pretrained(model, blocking=False)", gives="pending"),
+    "open": Rule(2, "saved = opened()", needs="pending"),
+    "store state": Rule(2, "store(model, optimizer)", needs="optimizer", gives="stored"),
+    "restore state": Rule(3, "restore(model, optimizer)", needs="optimizer stored"),
+    "save_state": Rule(2, "accelerator.save_state(folder)", needs="prepared optimizer", gives="saved"),
+    "load_state": Rule(3, "accelerator.load_state(folder)", needs="prepared optimizer saved"),
+    "copy": Rule(2, "model = copy.deepcopy(model)", forbids="adapter", takes="prepared optimizer saved"),
+    "copy adapted": Rule(1, "model = copy.deepcopy(model)", needs="adapter", takes="prepared optimizer saved"),
+    "checkpointing": Rule(1, "model.gradient_checkpointing_enable()"),
+    "failing pass": Rule(1, PASS.replace("ids({n})", "ids({n}) + 999"), "with failing(model): " + PASS),
+    "adapter": Rule(
         2, "model = with_adapter(model)", forbids="adapter", gives="adapter",
         takes="prepared optimizer saved kept stored",
     ),
-    "second adapter": rule(
+    "second adapter": Rule(
         1, "add_second(model)", needs="adapter", forbids="second merged", gives="second", takes="kept stored saved"
     ),
-    "set adapter": rule(
+    "set adapter": Rule(
         2, "model.set_adapter('second')", "model.set_adapter('default')", needs="second", forbids="merged"
     ),
-    "delete adapter": rule(
+    "delete adapter": Rule(
         1, ("model.set_adapter('default')", "model.delete_adapter('second')"), needs="second", forbids="merged",
         takes="second kept stored saved",
     ),
-    "disabled": rule(2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="adapter", forbids="merged"),
-    "merge": rule(1, "model.merge_adapter()", needs="adapter", forbids="merged", gives="merged"),
-    "unmerge": rule(4, "model.unmerge_adapter()", needs="merged", takes="merged"),
+    "disabled": Rule(2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="adapter", forbids="merged"),
+    "merge": Rule(1, "model.merge_adapter()", needs="adapter", forbids="merged", gives="merged"),
+    "unmerge": Rule(4, "model.unmerge_adapter()", needs="merged", takes="merged"),
 }  # fmt: skip
 
 
@@ -265,17 +259,20 @@ def opened_folder(folder: Path) -> Tensors:
     return {f"{part.name} {key}": tensor for part in sorted(files) for key, tensor in stored_tensors(part).items()}
 
 
+NAMES = (
+    "ids", "load", "plain_model", "make_accelerator", "save_pretrained", "opened", "store", "restore", "with_adapter",
+    "load_weights", "clip_grad_norm_", "add_second",
+)  # fmt: skip
+
+
 class Side:
     """The names of the lines of acts, for one of the two models."""
 
     def __init__(self, layout: Layout, files: Path, folder: Path) -> None:
         self.layout, self.files, self.folder, self.count = layout, files, folder, 0
         self.meshes: dict[str, Any] = {}
-        own = ("ids", "load", "make_accelerator", "save_pretrained", "opened", "store", "restore", "with_adapter")
-        own += ("plain_model",)
         self.env: dict[str, Any] = {"torch": torch, "copy": copy, "base": base, "failing": failing, "optimizer": None}
-        self.env |= {name: getattr(self, name) for name in own}
-        self.env |= {name: getattr(self, name) for name in ("load_weights", "clip_grad_norm_", "add_second")}
+        self.env |= {name: getattr(self, name) for name in NAMES}
         self.env["folder"] = folder / "accelerate"
 
     def plain_model(self) -> Any:
@@ -479,15 +476,13 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
     hidden = {name for what, name in found if what == "hidden"}
     largest = max((float(v.abs().max()) for (what, _), v in expected.items() if what == "gradient"), default=0.0)
     problems = []
-    for key in [key for key in {**expected, **found} if key[1] not in hidden or key[0] in ("kept", "saved")]:
-        what, name = key
-        have, want = found.get(key), expected.get(key)
-        if have is None or want is None:
-            there = want if have is None else have
-            if what in ("kept", "saved") or (what not in ("step", "hidden") and there.any()):
-                problems.append(
-                    f"{what} of {name} is {'missing' if have is None else 'there, and not on the plain model'}"
-                )
+    for what, name in {**expected, **found}:
+        if name in hidden and what not in ("kept", "saved"):
+            continue
+        have, want = found.get((what, name)), expected.get((what, name))
+        if have is None or want is None:  # no gradient is as good as one of zeros
+            if what in ("kept", "saved") or (what != "step" and (have if want is None else want).any()):
+                problems.append(f"{what} of {name} is {'missing' if have is None else 'there alone'}")
         elif have.shape != want.shape or (have.dtype != want.dtype and what not in ("loss", "norm", "step")):
             problems.append(f"{what} of {name}: {have.dtype} {[*have.shape]} and not {want.dtype} {[*want.shape]}")
         else:
@@ -501,9 +496,8 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
 
 def bound(what: str, value: torch.Tensor, largest: float, steps: int, *, is_bf16: bool) -> tuple[float, float]:
     """How far the largest and the mean difference of a value may be; in bf16 it is rounding that differs (assumed)."""
-    size = (
-        max(float(value.double().abs().max()), 1e-2 * largest if what == "gradient" else 0.0) if value.numel() else 0.0
-    )
+    size = float(value.double().abs().max()) if value.numel() else 0.0
+    size = max(size, 1e-2 * largest) if what == "gradient" else size
     if what in ("requires_grad", "step"):
         return 0.0, 0.0
     if not is_bf16:
@@ -632,14 +626,20 @@ def shortened(layout: Layout, acts: Sequence[Act], told: Sequence[tuple[str, str
 
 
 def script(name: str, acts: Sequence[Act], seed: object, said: str) -> str:
+    """The acts as plain lines to paste."""
     lines = [f"# seed {seed}: {said}"[:1000], "from tests.acts import replay", f'replay("{name}", """']
     return "\n".join([*lines, *(line for act in acts for line in act), '""")'])
 
 
+def acts_of(text: str) -> list[Act]:
+    return [(line,) for line in text.splitlines() if line.strip()]
+
+
 def replay(name: str, text: str) -> None:
     """Run a script that was printed, and print what became of each line."""
+    hide_gpus()
+    acts = acts_of(text)
     with tempfile.TemporaryDirectory() as folder:
-        acts = [(line,) for line in text.splitlines() if line.strip()]
         for act, (kind, said) in zip(acts, played(LAYOUTS[name], acts, Path(folder)), strict=False):
             print(f"{kind:<8} {act[0]}\n         {said}" if said else f"{kind:<8} {act[0]}")
 
