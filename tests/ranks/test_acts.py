@@ -28,8 +28,10 @@ BASE = "loss = base(model)(input_ids=ids(1), use_cache=False).last_hidden_state.
 SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)\n"
 STATE = "kept = {key: value.clone() for key, value in model.state_dict().items()}\n"
 LOAD, BACKWARD, STEP = "model = load()\n", "loss.backward()\n", "optimizer.step()\n"
+CLIP = "norm = clip_grad_norm_(model.parameters(), 0.5)"
 FROZEN = "[p.requires_grad_(False) for name, p in model.named_parameters() if 'norm' in name]\n"
-UNFROZEN = "[p.requires_grad_(True) for p in model.parameters()]\n"
+UNCLIP = "norm = clip_grad_norm_(model.parameters(), 0.5)"
+FROZEN = "[p.requires_grad_(True) for p in model.parameters()]\n"
 WITH_ACCELERATOR = "accelerator = make_accelerator()\nmodel = load(accelerator)\n"
 OF_PLAIN = "accelerator = make_accelerator()\nmodel = plain_model()\n"
 PREPARED = "model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))\n"
@@ -45,7 +47,7 @@ FOUND = {
     ),
     "a state of an optimizer made after a pass": ("tp", LOAD + PASS + SGD + "store(model, optimizer)"),
     "zeroed after a pass": ("2 ranks", LOAD + PASS + BACKWARD + PASS + "model.zero_grad()\n" + PASS + BACKWARD),
-    "clipped after a pass": ("2 ranks", LOAD + PASS + BACKWARD + PASS + "norm = clip_grad_norm_(model.parameters(), 0.5)"),
+    "clipped after a pass": ("2 ranks", LOAD + PASS + BACKWARD + PASS + CLIP),
     "changed after a pass": ("2 ranks", LOAD + PASS + "[p.data.mul_(0.9) for p in model.parameters()]\n" + STATE),
     "frozen after a pass": ("2 ranks", LOAD + PASS + FROZEN + STATE),
     "an adapter after a pass": ("2 ranks", LOAD + PASS + "model = with_adapter(model)"),
