@@ -49,7 +49,7 @@ FOUND = {
     "clipped after a pass": ("2 ranks", LOAD + PASS + BACKWARD + PASS + CLIP),
     "changed after a pass": ("2 ranks", LOAD + PASS + "[p.data.mul_(0.9) for p in model.parameters()]\n" + STATE),
     "frozen after a pass": ("2 ranks", LOAD + PASS + FROZEN + STATE),
-    "an adapter after a pass": ("2 ranks", LOAD + PASS + "model = with_adapter(model)"),
+    "an adapter after a pass": ("2 ranks", LOAD + PASS + BASE + "model = with_adapter(model)"),
     "whole, unfrozen": (
         "whole", OF_PLAIN + FROZEN + "model = accelerator.prepare(model)\n" + UNFROZEN + PASS
         + "accelerator.backward(loss)",
