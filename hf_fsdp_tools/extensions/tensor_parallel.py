@@ -41,6 +41,7 @@ from hf_fsdp_tools.modeling.packed import (
 )
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
+from hf_fsdp_tools.sharding.hf_interface import let_answer
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 from hf_fsdp_tools.sharding.placement import placeholder
@@ -116,6 +117,10 @@ class DividedLayers(Feature):
         for wrapper in model.modules():  # copies that PEFT trains (`modules_to_save`), which ran their originals
             for copy in getattr(wrapper._modules.get("modules_to_save"), "modules", lambda: ())():
                 install_style(copy)
+        tuner: Any = getattr(model, "base_model", None)
+        for name in ("merge_adapter", "merge_and_unload"):
+            if hasattr(type(tuner), name):
+                let_answer(tuner, name, _refuse_merge)
 
     def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
         """The loss of a divided head is computed of parts of the logits.
@@ -136,6 +141,13 @@ class DividedLayers(Feature):
 
 
 FEATURE = DividedLayers()
+
+
+def _refuse_merge(tuner: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "PEFT cannot merge adapters into layers or experts that ranks share (tp_size, ep_size). On every rank, "
+        "save_pretrained(model, folder, merge_adapters=True) writes the merged model."
+    )
 
 
 def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.integrations.resume import awaiting_state, check_parts, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, stored_format, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
@@ -88,7 +88,8 @@ def write_state(accelerator: Any, state: StateSave) -> None:
         if is_adapted(model):
             _write_adapter_config(model, state, i)
     for i, (optimizer, model) in enumerate(pairs):
-        write_part(accelerator, model, optimizer, state, i)
+        with beginning(model, getattr(optimizer, "optimizer", optimizer)):
+            write_part(accelerator, model, optimizer, state, i)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], str(folder))
     on_each_node = accelerator.project_configuration.save_on_each_node

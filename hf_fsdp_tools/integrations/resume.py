@@ -199,16 +199,7 @@ def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    # Without state, this steps once with zero gradients and no learning rate; those of schedulefree in their mode of
-    # training alone, which they begin without.
-    has_modes = any(group.get("train_mode") is False for group in optimizer.param_groups)
-    if has_modes:
-        optimizer.train()
-    if not any(optimizer.state.values()):  # where schedulefree's modes have looked, an empty one is for torch a state
-        optimizer.state.clear()
-    get_optimizer_state_dict(model, optimizer)
-    if has_modes:
-        optimizer.eval()
+    _make_state(model, optimizer)
     without = []
     if not is_version1(model):
         with agreed("reading what the saved optimizer holds", folder):
@@ -223,6 +214,42 @@ def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 
             parameter.requires_grad_(True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _make_state(model: nn.Module, optimizer: Any) -> None:
+    """Let an optimizer without state have one. torch steps once with zero gradients and no learning rate; optimizers of
+    schedulefree in their mode of training alone, which they begin without."""
+    has_modes = any(group.get("train_mode") is False for group in optimizer.param_groups)
+    if has_modes:
+        optimizer.train()
+    if not any(optimizer.state.values()):  # where schedulefree's modes have looked, an empty one is for torch a state
+        optimizer.state.clear()
+    get_optimizer_state_dict(model, optimizer)
+    if has_modes:
+        optimizer.eval()
+
+
+_COUNTS = {"step": 0, "mu_product": 1}
+"""What torch's optimizers count in the state of a parameter, and where each count begins."""
+
+
+@contextmanager
+def beginning(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Let an optimizer that has not stepped have the state of its beginning for a block that saves it.
+
+    torch makes one by a step that counts (`_init_optim_state`), and leaves it: the training would go on as after it.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_made = not any(optimizer.state.values()) and all(parameter.grad is None for parameter in parameters)
+    if is_made:
+        _make_state(model, optimizer)
+    for state in optimizer.state.values() if is_made else ():
+        state.update({name: state[name] * 0 + first for name, first in _COUNTS.items() if name in state})
+    try:
+        yield
+    finally:
+        if is_made:
+            optimizer.state.clear()
 
 
 def _without_state(

@@ -5,6 +5,7 @@ Plans are made of the base without adapters, so that a model has the same units 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
-from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
+from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
@@ -116,10 +117,19 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
             # Adaption prompts have it: they would call the base past FSDP's hooks.
             module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
+    for module in set(model.modules()).difference(base.modules()):  # PEFT's give what they lack of the base: its copy
+        module.__deepcopy__ = partial(_copy_around, module)  # type: ignore[assignment]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
     if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
         let_answer(model, "add_adapter", _add_adapter)
     return replaced
+
+
+def _copy_around(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module around a sharded base."""
+    twin = copy_released(module, memo)
+    twin.__deepcopy__ = partial(_copy_around, twin)  # type: ignore[assignment]  # mypy takes it for a submodule
+    return twin
 
 
 def _take_up(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:

@@ -585,7 +585,7 @@ def in_pass(model: nn.Module) -> bool:
 
 
 def drop_pass(model: nn.Module) -> None:
-    """Forget a forward pass of a sharded model that has failed; gradients stay, and what waits for its backward pass."""
+    """Forget a forward pass of a model that has failed; gradients stay, and what waits for its backward pass."""
     for state in _states(model):
         state._modules_to_run_forward.clear()
         state._state_ctx.iter_forward_root = None

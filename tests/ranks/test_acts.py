@@ -2,7 +2,7 @@
 
     ACTS_MINUTES=120 ACTS_SEED=7 pytest -m nightly tests/ranks/test_acts.py
 
-`FOUND` has the shortest scripts of faults that the machine has found; those in `OPEN` are not mended.
+`FOUND` has the shortest scripts of faults that the machine has found, all of them mended.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests._dist import run_cases, run_ranks
-from tests.acts import LAYOUTS, Act, acts_of, drawn, make_files, play, played, script, search
+from tests.acts import LAYOUTS, Act, acts_of, drawn, make_files, play, script, search
 
 FIXED = {
     1: {"one rank": 1, "one rank bf16": 1, "one rank lora": 1},
@@ -78,7 +78,6 @@ FOUND = {
         "tp", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()",
     ),
 }  # fmt: skip
-OPEN = set(FOUND)
 
 
 def is_right(name: str, acts: list[Act], what: object, parent: Path) -> None:
@@ -92,20 +91,11 @@ def is_right(name: str, acts: list[Act], what: object, parent: Path) -> None:
 @pytest.mark.parametrize("ranks", FIXED)
 def test_fixed_sequences(ranks: int, tmp_path: Path) -> None:
     chosen = [(name, drawn(LAYOUTS[name], f"{name} {seed}"), seed) for name, seed in FIXED[ranks].items()]
-    mended = [(name, acts_of(text), what) for what, (name, text) in FOUND.items() if what not in OPEN]
+    mended = [(name, acts_of(text), what) for what, (name, text) in FOUND.items()]
     chosen += [each for each in mended if LAYOUTS[each[0]].ranks == ranks]
     for name, _, _ in chosen:
         make_files(LAYOUTS[name], tmp_path)
     run_ranks(run_cases, ranks, {f"{each[0]} {each[2]}": partial(is_right, *each, tmp_path) for each in chosen})
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", sorted(OPEN))
-@pytest.mark.xfail(strict=True, reason="known, not mended: take it out of OPEN then")
-def test_faults_that_are_open(what: str, tmp_path: Path) -> None:
-    name, text = FOUND[what]
-    told = played(LAYOUTS[name], acts_of(text), tmp_path)
-    assert told[-1][0] in ("right", "refused"), told
 
 
 @pytest.mark.nightly
