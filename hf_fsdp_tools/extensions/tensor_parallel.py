@@ -119,7 +119,7 @@ class DividedLayers(Feature):
                 install_style(copy)
         tuner: Any = getattr(model, "base_model", None)
         for name in ("merge_adapter", "merge_and_unload"):
-            if hasattr(type(tuner), name):
+            if hasattr(type(tuner), name) and _is_divided(model):
                 let_answer(tuner, name, _refuse_merge)
 
     def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 
 from torch import nn
 
@@ -62,6 +63,8 @@ def copy_tree(
         else:
             twin.__dict__.update({key: _own_container(value) for key, value in module.__dict__.items()})
             twin.__dict__.update({key: _own_container(value) for key, value in fresh.items()})
+        bound = {k: v for k, v in module.__dict__.items() if isinstance(v, MethodType) and v.__self__ is module}
+        twin.__dict__.update({key: MethodType(method.__func__, twin) for key, method in bound.items()})
         own = dict(parameters(module))
         for key in ("__deepcopy__", *own):  # set on units, and views in the place of flattened parameters
             twin.__dict__.pop(key, None)

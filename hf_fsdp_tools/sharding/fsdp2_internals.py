@@ -154,6 +154,12 @@ def is_offloaded(model: nn.Module) -> bool:
 def reshard_units(model: nn.Module) -> None:
     """Reshard the units below `model` that are gathered: after a forward pass, the root and the tail are. Where nothing
     is gathered, weights take the place of their copies in the dtype of computation."""
+    for state in _states(model):  # of a pass that has failed, or of a module that was called alone
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        for record in (state, *_groups_of(state)):
+            if record._training_state == _fsdp_common.TrainingState.FORWARD:
+                record._training_state = _fsdp_common.TrainingState.IDLE
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -580,18 +586,19 @@ def show_shards(model: nn.Module) -> None:
 
 
 def in_pass(model: nn.Module) -> bool:
-    """Whether a forward pass of a sharded model, or of one of its units, goes on."""
-    return isinstance(model, FSDPModule) and _state_of(model)._state_ctx.iter_forward_root is not None
+    """Whether a forward pass of a sharded model goes on."""
+    state = _state_of(model) if isinstance(model, FSDPModule) else None
+    return state is not None and state._state_ctx.iter_forward_root is state
 
 
-def drop_pass(model: nn.Module) -> None:
-    """Forget a forward pass of a model that has failed; gradients stay, and what waits for its backward pass."""
-    for state in _states(model):
-        state._modules_to_run_forward.clear()
-        state._state_ctx.iter_forward_root = None
-        for record in (state, *_groups_of(state)):
-            record._training_state = _fsdp_common.TrainingState.IDLE
-    reshard_units(model)
+def end_alone(module: Any, args: object, output: Any, *, model: nn.Module) -> Any:
+    """End the pass of a unit that was called without its model (a head after the base): FSDP2 would wait for its other
+    modules. A hook after forward."""
+    if in_backward() or in_pass(model):
+        return output
+    output = complete_unit(module, output)
+    show_shards(model)
+    return output
 
 
 def refuse_gathered(optimizer: Any) -> None:

@@ -24,7 +24,7 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
-    drop_pass,
+    end_alone,
     follow_training,
     forward_begun,
     gather_as_stored,
@@ -34,6 +34,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
     make_root,
     refuse_gathered,
+    reshard_units,
     show_shards,
     unit_modules,
     use_frozen_in_place,
@@ -71,6 +72,8 @@ class Units(Feature):
             yield Hook(module, Phase.MEMORY, partial(_prepare_unit, model=model, is_alone=sharding.mesh.shape[-1] == 1))
             if len(unit_modules(module)) > 1:
                 yield Hook(module, Phase.KEEP, gather_for_backward)
+            if module is not model:
+                yield Hook(module, Phase.KEEP, partial(end_alone, model=model))
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         yield from hooks_of_precision(model, sharding, units=units, replicated=replicated, in_fp32=in_fp32)
         yield from hooks_of_experts(tree)
@@ -178,7 +181,7 @@ def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        drop_pass(model)
+        reshard_units(model)
         raise
     if note_of(model).gathered:
         return

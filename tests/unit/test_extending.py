@@ -60,7 +60,7 @@ def test_what_runs_around_blocks(capsys: pytest.CaptureFixture[str]) -> None:
         features()[:] = former
     rows = capsys.readouterr().out.partition("model.layers.{0..3}\n")[2].partition("\nmodel.norm")[0]
     phases = [row.split()[0] for row in rows.split("\n")]
-    assert phases == ["meet", "memory", "gather", "cast", "copy", "reshard", "keep", "output"]
+    assert phases == ["meet", "memory", "gather", "cast", "copy", "reshard", "keep", "keep", "output"]
     block = names["model"].model.layers[0]
     (hook,) = (hook for hook in note_of(names["model"]).hooks if hook.module is block and hook.phase is Phase.OUTPUT)
     assert hook.call(block, (), torch.tensor(1e9)) == 65504

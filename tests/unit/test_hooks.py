@@ -72,7 +72,7 @@ def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monke
 
     hooks._warn_of_untried_versions.cache_clear()
     monkeypatch.setitem(environment._NEWEST, "transformers", "5.2")
-    with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.15 to 5\.2") as seen:
+    with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.\d+ to 5\.2") as seen:
         for _ in range(2):
             check_hooks(ShardedScaler, torch.amp.GradScaler)
     assert [each.filename for each in seen] == [__file__], "it names the line outside of the package"

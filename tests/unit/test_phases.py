@@ -65,6 +65,7 @@ model.embed_tokens
   copy        hooks.part_from_weights
   copy        hooks.as_no_views
   reshard     FSDP2
+  keep        fsdp2_internals.end_alone
   keep        skipped.leave
 model.layers.{0..1}
   meet        skipped.enter
@@ -75,6 +76,7 @@ model.layers.{0..1}
   rows        context_parallel.before_block
   copy        hooks.as_no_views
   reshard     FSDP2
+  keep        fsdp2_internals.end_alone
   keep        skipped.leave
 model.layers.{0..1}.self_attn
   context     readers.called_instead
@@ -88,6 +90,7 @@ model.norm lm_head
   copy        hooks.as_no_views
   reshard     FSDP2
   keep        fsdp2_internals.gather_for_backward
+  keep        fsdp2_internals.end_alone
   keep        skipped.leave"""
 
 
