@@ -185,6 +185,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
     decoder, with_loss = _decoder(model), _with_loss(model)
+    base = getattr(model, "base_model", model)
     joins_at_end = note_of(decoder).reads == "rows"
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
@@ -196,6 +197,8 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
         *([Hook(blocks[-1], Phase.WHOLE, partial(_join_hidden, rows=rows))] if joins_at_end else []),
         Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows, cuts_hidden=joins_at_end)),
         Hook(model, Phase.WHOLE, partial(_after_model, rows=rows)),
+        *([Hook(base, Phase.ROWS, partial(_before_base, rows=rows, with_loss=with_loss))] if base is not model else []),
+        *([Hook(base, Phase.WHOLE, partial(_after_base, rows=rows))] if base is not model else []),
     ]
 
 
@@ -289,6 +292,16 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     rows.former_loss = (with_loss.__dict__.get("_loss_function"),)
     with_loss.loss_function = partial(_loss_of_part, with_loss.loss_function, rows=rows)
     return (), given
+
+
+def _before_base(base: Any, args: Any, kwargs: Any, *, rows: Rows, with_loss: Any) -> Any:
+    """As `_before_model`, for a base that is called alone."""
+    rows.is_alone = not rows.in_pass
+    return _before_model(base, args, kwargs, rows=rows, with_loss=with_loss) if rows.is_alone else (args, kwargs)
+
+
+def _after_base(base: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
+    return _after_model(base, args, output, rows=rows) if rows.is_alone else output
 
 
 def _padded(name: str, value: Any, rows: Rows) -> Any:
@@ -394,9 +407,11 @@ def _joined(part: torch.Tensor, rows: Rows) -> torch.Tensor:
 @contextmanager
 def _own_loss(model: Any, rows: Rows) -> Iterator[None]:
     """A forward pass, after which the model has its own loss function again, also if it failed."""
+    rows.in_pass = True
     try:
         yield
     finally:
+        rows.in_pass = False
         if rows.former_loss is not None:
             model.__dict__.pop("_loss_function", None)
             if rows.former_loss[0] is not None:

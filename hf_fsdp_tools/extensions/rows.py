@@ -27,6 +27,10 @@ class Rows:
     size: int
     is_cut: bool = False
     """Whether the latest forward pass cut its rows; it did not if it had a cache (`generate`)."""
+    in_pass: bool = False
+    """Whether a pass of the whole model goes on."""
+    is_alone: bool = False
+    """Whether the base was called alone."""
     length: int = 0
     """Tokens of a whole row, without padding of its end to a multiple of the ranks."""
     has_mask: bool = False

@@ -73,6 +73,7 @@ FOUND = {
     "stepped after a failed pass": (
         "tp", LOAD + SGD + PASS + BACKWARD + PASS.replace("ids(1)", "ids(1) + 999") + STEP + PASS + BACKWARD,
     ),
+    "a base pass where rows are shared": ("cp", LOAD + "with torch.no_grad(): " + PASS + BASE + BACKWARD),
     "a copy of an adapted model": ("lora", LOAD + "model = copy.deepcopy(model)"),
     "a merged adapter where layers are shared": (
         "tp", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()",
