@@ -256,7 +256,8 @@ def opened_folder(folder: Path) -> Tensors:
     if (folder / "config.json").exists():
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     files = {file.parent for file in folder.rglob("*.safetensors")}
-    return {f"{part.name} {key}": tensor for part in sorted(files) for key, tensor in stored_tensors(part).items()}
+    named = {part.relative_to(folder): stored_tensors(part) for part in sorted(files)}
+    return {f"{part} {key}": tensor for part, tensors in named.items() for key, tensor in tensors.items()}
 
 
 NAMES = (

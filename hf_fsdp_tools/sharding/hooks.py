@@ -178,11 +178,9 @@ def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
     """A pass of a model, or of its base alone, at whose end modules register shards: an optimizer made now, or a change
     in place, is of these. What FSDP2 keeps gathered for backward stays so; without gradients, or after an error, it
     does not."""
-    try:
-        yield
-    except BaseException:
+    yield
+    if in_pass(model):  # FSDP2 waits for the end of a pass that has failed
         reshard_units(model)
-        raise
     if note_of(model).gathered:
         return
     for module in model.modules() if not torch.is_grad_enabled() else ():

@@ -74,6 +74,10 @@ FOUND = {
         "tp", LOAD + SGD + PASS + BACKWARD + PASS.replace("ids(1)", "ids(1) + 999") + STEP + PASS + BACKWARD,
     ),
     "a base pass where rows are shared": ("cp", LOAD + "with torch.no_grad(): " + PASS + BASE + BACKWARD),
+    "changed after a failed and a base pass": (
+        "2 ranks", LOAD + PASS.replace("ids(1)", "ids(1) + 999") + BASE
+        + "[p.data.mul_(0.9) for p in model.parameters()]\n" + STATE,
+    ),
     "a copy of an adapted model": ("lora", LOAD + "model = copy.deepcopy(model)"),
     "a merged adapter where layers are shared": (
         "tp", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()",
