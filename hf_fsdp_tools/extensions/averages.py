@@ -69,7 +69,6 @@ class ParameterEMA:
             raise ConfigError(f"decay is {decay!r}; give a number of at least 0 and below 1, usually 0.99 to 0.9999.")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype is {dtype}; averages are floats. Use torch.float32.")
-        reshard_units(model)
         trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ConfigError(f"{type(model).__name__} trains nothing, so there is nothing to average.")

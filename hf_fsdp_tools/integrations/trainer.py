@@ -273,14 +273,13 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             self.model.zero_grad()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies.
+        """As the Trainer's.
 
         With `args.optim = "muon"` it is `hf_fsdp_tools.Muon`, and rank 0 prints which parameters are matrices.
 
         Its groups are those of a single process: transformers (5.23) parts them by mesh, so that a state would not go
         on in another layout. `step_kinds_apart` parts them for the time of a step.
         """
-        reshard_units(self.model)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and wants_muon(self.args):
             self.optimizer = make_muon(self.model, self.args, is_fsdp2=self.accelerator.is_fsdp2)
             if self.accelerator.is_main_process:

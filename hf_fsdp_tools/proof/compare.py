@@ -121,9 +121,9 @@ class Sharded:
 
     def look(self) -> Tensors | str:
         """Outputs of the base model alone, if it has one, in evaluation, or its error; it also runs with gradients, and
-        no backward pass follows. (A base of context parallelism would take rows that nobody divides.)"""
+        no backward pass follows."""
         batch = self.case.first_batches()[self.group]
-        if self.case.fsdp_version == 1 or self.case.dims.cp_size > 1 or not any(self.plain.base):
+        if self.case.fsdp_version == 1 or not any(self.plain.base):
             return {}
         try:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A training that is stopped, and goes on from the state that its Accelerator saved, beside one that is not stopped."""
+"""A training that is stopped, and goes on from the state that its Accelerator saved, compared with one that is not."""
 
 import random
 from collections.abc import Iterable

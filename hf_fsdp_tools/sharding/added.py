@@ -4,6 +4,7 @@ Plans are made of the base without adapters, so that a model has the same units 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
-from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, managed_parameters, release
+from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
@@ -127,7 +128,8 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
 def _copy_around(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module around a sharded base."""
-    twin = copy_released(module, memo)
+    twin = memo[id(module)] = object.__new__(type(module))
+    twin.__dict__.update({k: deepcopy(v, memo) for k, v in module.__dict__.items() if k != "__deepcopy__"})
     twin.__deepcopy__ = partial(_copy_around, twin)  # type: ignore[assignment]  # mypy takes it for a submodule
     return twin
 

@@ -19,7 +19,6 @@ from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_S
 from hf_fsdp_tools.extensions.muon.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
-from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.exchange import Exchange, connect
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.outgoing import views_of_piece
@@ -92,7 +91,6 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         _refuse(model)
         base = base_of(model)
-        reshard_units(base)
         self.matrices: MatrixPlan = find_matrices(base)
         """Which parameters are matrices, and why others are not."""
         if not self.matrices.matrices:
