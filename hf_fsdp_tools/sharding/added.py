@@ -111,6 +111,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:
         return {}
+    inside = set(base.modules())
     for feature in features():
         feature.added(model)
     replaced = _take_up(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
@@ -118,8 +119,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
             # Adaption prompts have it: they would call the base past FSDP's hooks.
             module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
-    for module in set(model.modules()).difference(base.modules()):  # PEFT's give what they lack of the base: its copy
-        module.__deepcopy__ = partial(_copy_around, module)  # type: ignore[assignment]  # mypy takes it for a submodule
+    for module in model.modules():
+        if module not in inside:  # PEFT's give what they lack of the base, and so its way to be copied
+            module.__deepcopy__ = partial(_copy_around, module)  # type: ignore[assignment]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
     if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
         let_answer(model, "add_adapter", _add_adapter)

@@ -283,7 +283,7 @@ class _Entry(_fsdp_param.FSDPParam):
 
     def to_unsharded(self) -> None:
         """As torch's; what is gathered says so, for an optimizer that was given it."""
-        super().to_unsharded()  # type: ignore[no-untyped-call]  # torch's own
+        super().to_unsharded()
         vars(self._unsharded_param)["is_gathered"] = True
 
     def show_shard(self) -> None:
@@ -293,7 +293,7 @@ class _Entry(_fsdp_param.FSDPParam):
             vars(module)[name] = self._unsharded_param
 
     def _setattr_on_modules(self, param: nn.Parameter) -> None:
-        super()._setattr_on_modules(param)  # type: ignore[no-untyped-call]  # torch's own
+        super()._setattr_on_modules(param)
         for module, name in _places(self):
             vars(module).pop(name, None)
 
