@@ -84,8 +84,10 @@ class Units(Feature):
         stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
         kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
         yield Hook(model, Phase.CONTEXT, partial(_pass, model, kept))
-        if base is not model:
-            yield Hook(base, Phase.CONTEXT, partial(_pass_of_base, model, kept))
+        for module in model.modules():
+            within = model is not module and module not in units and has_forward(module)
+            if within and units.intersection(module.modules()):  # the base, a decoder, a tower
+                yield Hook(module, Phase.CONTEXT, partial(_pass_within, model, kept))
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
 
@@ -190,8 +192,8 @@ def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _pass_of_base(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
-    """Let a pass of the base alone be one of the model, in whose own unit weights of the base may lie."""
+def _pass_within(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+    """Let a pass of the base or a tower alone be one of the model, in whose own unit weights of it may lie."""
     with nullcontext() if in_pass(model) else _pass(model, kept), forward_begun(model):
         yield
 

@@ -294,7 +294,7 @@ def inputs_of_blocks_of_parts_of_rows_are_offloaded(folders: dict[str, Path]) ->
         for each in (model, plain):
             whole_pass(each).backward()
     assert len(kept) == model.config.num_hidden_layers
-    assert {each.shape[1] for each in kept} == {6}  # of 12 words
+    assert sorted(each.shape[1] for each in kept)[:-1] == [6] * (len(kept) - 1)  # of 12 words
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-5
 
 

@@ -52,10 +52,12 @@ LlamaForCausalLM
   whole       context_parallel.after_model
 model
   stack       skipped.opened
-  context     hooks.pass_of_base
+  context     hooks.pass_within
+  rows        context_parallel.before_base
   join        skipped.closed
   keep        hooks.gather_head
   whole       context_parallel.after_decoder
+  whole       context_parallel.after_base
 model.embed_tokens
   meet        skipped.enter
   memory      hooks.prepare_unit
