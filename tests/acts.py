@@ -94,7 +94,11 @@ LAYOUTS = {
     "lora": Layout(2, "qwen3", is_adapter=True),
     "lora bf16": Layout(2, "qwen3", options=BF16, is_adapter=True),
 }
-REFUSALS = ("belong to no prepared model", "PEFT cannot merge adapters into layers or experts that ranks share")
+REFUSALS = (
+    "belong to no prepared model",
+    "PEFT cannot merge adapters into layers or experts that ranks share",
+    "training would not go on as it was",  # a state of fewer optimizers than are prepared now
+)
 """Words of the refusals that are documented."""
 
 # ---- the acts ----
