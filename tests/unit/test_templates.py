@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import JobHardware
+from packaging.version import Version
 
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
@@ -139,6 +141,8 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     (tmp_path / "real" / "hf").chmod(0o755)
     variables = {"PATH": f"{tmp_path / 'real'}:{os.environ['PATH']}", "HF_TOKEN": "none", "IMAGE": "image"}
     done = subprocess.run(["bash", script, *OWN], env=variables, capture_output=True, text=True)
+    if Version(huggingface_hub.__version__) < Version("2.4") and "ConnectError" in done.stderr:
+        pytest.skip("a dry run of this huggingface_hub asks the hub who submits it")
     assert done.returncode == 0 and "a100x4" in done.stdout and "not submitted" in done.stdout, done.stderr
 
 
