@@ -84,10 +84,10 @@ class Units(Feature):
         stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
         kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
         yield Hook(model, Phase.CONTEXT, partial(_pass, model, kept))
-        for module in model.modules():
-            within = model is not module and module not in units and has_forward(module)
-            if within and units.intersection(module.modules()):  # the base, a decoder, a tower
-                yield Hook(module, Phase.CONTEXT, partial(_pass_within, model, kept))
+        for part in model.modules():
+            is_within = part is not model and part not in units and has_forward(part)
+            if is_within and units.intersection(part.modules()):  # the base, a decoder, a tower
+                yield Hook(part, Phase.CONTEXT, partial(_pass_within, model, kept))
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
 
