@@ -226,11 +226,8 @@ def turn_cache_off(model: nn.Module) -> None:
 def _configs(model: Any) -> list[Any]:
     """The configuration of a model, and that of its text, from which blocks take `use_cache`; none of other models."""
     config = getattr(model, "config", None)
-    return (
-        [*{id(each): each for each in (config, text_config(config))}.values()]
-        if isinstance(config, PreTrainedConfig)
-        else []
-    )
+    found = (config, text_config(config)) if isinstance(config, PreTrainedConfig) else ()
+    return [*{id(each): each for each in found}.values()]
 
 
 def with_cache_as_found(model: nn.Module) -> AbstractContextManager[None]:

@@ -109,7 +109,7 @@ def guarded(model: nn.Module, config: Any) -> Iterator[None]:
     refuse_for_shards(config, root, note_of(root).sharding)
     if config.is_prompt_learning:
         # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
-        around: AbstractContextManager[Any] = forward_begun(root)
+        around: AbstractContextManager[None] = forward_begun(root)
     else:
         around = _one_axis(root)
     # DoRA: whole adapters and shards together, and norms over the dimension that is split, which PEFT cannot load into.

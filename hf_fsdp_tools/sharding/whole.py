@@ -99,7 +99,8 @@ class LentWeights(CastWeights):
         super().restore()
         for store, name, copy in lent:
             store[name] = copy
-        hidden.register_hook(lambda gradient: self._end(lent))  # type: ignore[no-untyped-call]  # torch's own
+        if lent:
+            hidden.register_hook(lambda gradient: self._end(lent))  # type: ignore[no-untyped-call]  # torch's own
 
     def _end(self, lent: Iterable[tuple[dict[str, Any], str, object]]) -> None:
         """Let attributes give weights again, unless a later pass has lent others."""
