@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_fsdp_tools"
 SAYS = {
-    "hf_fsdp_tools.from_pretrained": 'Revealed type is "def (name_or_path: str | os.PathLike[str]',
+    "hf_fsdp_tools.from_pretrained": 'Revealed type is "def (name_or_path: ',
     "hf_fsdp_tools.build_meta_model": 'Module has no attribute "build_meta_model"',
     "scripting.run": 'Revealed type is "def (',
     "scripting.build_meta_model": 'Module has no attribute "build_meta_model"',
