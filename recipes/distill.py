@@ -50,8 +50,8 @@ def main() -> Trainer:
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "beginnings")
         training.teacher_model_name_or_path = str(Path(model_args.model_name_or_path).with_name("teacher"))
-    data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}], tokenizer=tokenizer)
 
     # 2. Checks of what would fail later
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out)

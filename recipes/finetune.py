@@ -45,8 +45,8 @@ def main() -> None:
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]
-    data, held_out = scripting.load_splits(script, training, columns=columns)
     tokenizer = scripting.load_tokenizer(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=columns, tokenizer=tokenizer)
 
     # 2. Checks of what would fail later
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
@@ -59,8 +59,9 @@ def main() -> None:
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
-    prompt = prompt_of(data, tokenizer)
-    sample = {"sample": lambda: repr(generate(trainer.model, tokenizer, prompt, seed=training.seed))}
+    sample = {
+        "sample": lambda: repr(generate(trainer.model, tokenizer, prompt_of(data, tokenizer), seed=training.seed))
+    }
     scripting.finish(trainer, training, model_args, tokenizer, lines=sample)
 
 
@@ -68,7 +69,7 @@ def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
     """The beginning of the first training example, as the model saw it in training."""
     example = next(iter(dataset))
     if "messages" in example:
-        question = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
+        question = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"])) or example["messages"]
         return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     if isinstance(example.get("prompt"), list):
         return tokenizer.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)

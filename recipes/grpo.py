@@ -54,8 +54,8 @@ def main() -> Trainer:
     is_demo = model_args.model_name_or_path is None
     if is_demo:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "prompts")
-    data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}], tokenizer=tokenizer)
 
     # 2. Checks of what would fail later
     rewards = [keywords] if is_demo else scripting.load_rewards(script, data.column_names or next(iter(data)))

@@ -42,8 +42,8 @@ def main() -> Trainer:
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
-    data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}], tokenizer=tokenizer)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForSequenceClassification

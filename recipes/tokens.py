@@ -129,14 +129,8 @@ def class_names(
     seen: list[set[Any]] = []
     for part in (data, held_out):
         seen.append(set())
-        for start, batch in enumerate(part.iter(1000) if part is not None else ()):
-            for number, (words, tags) in enumerate(zip(batch["tokens"], batch[tags_of(part)], strict=True), 1):
-                if not (isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags)):
-                    raise ConfigError(
-                        f"Row {1000 * start + number} of {script.dataset_name!r} has not one class for each word: both "
-                        "are lists of equal length. Name other columns with --tokens_column and --tags_column."
-                    )
-                seen[-1].update(tags)
+        for batch in part.iter(1000) if part is not None else ():
+            seen[-1].update(tag for tags in batch[tags_of(part)] for tag in tags)
     feature = getattr(data.features[tags_of(data)], "feature", None)
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)

@@ -62,8 +62,8 @@ def main() -> Trainer:
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
-    data, held_out = scripting.load_splits(script, training, columns=columns)
     processor = scripting.load_tokenizer(model_args, training, images=True)
+    data, held_out = scripting.load_splits(script, training, columns=columns, tokenizer=processor)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForImageTextToText
@@ -129,10 +129,11 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
     if training.assistant_only_loss and not has_generation_markers(processor.chat_template):
         template = get_training_chat_template(processor)  # TRL's own, as its trainer takes it
     marks = torch.tensor(image_tokens(processor))
-    for number, row in enumerate(islice(iter(data), ROWS), 1):
+    for row in islice(iter(data), ROWS):
         kind = "messages" if "messages" in row else "completion"
         if not all(isinstance(turn, dict) for turn in turns_of(row)):
-            raise ConfigError(f"Row {number}: `{kind}` are no turns of `role` and `content`, such as a chat has.")
+            raise ConfigError(f"`{kind}` of the rows are no turns of `role` and `content`, such as a chat has.")
+        place = f"the row of {str(turns_of(row)[0].get('content'))[:80]!r}"
         collate = DataCollatorForVisionLanguageModeling(
             processor,
             completion_only_loss=kind == "completion",
@@ -144,22 +145,22 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
         except (ValueError, TypeError, KeyError, OSError, IndexError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0].rstrip(".")
             cure = "" if kind == "messages" else ", or give rows with `messages`, which all processors take"
-            raise ConfigError(
-                f"Row {number}: the processor makes no batch of it: {reason}. Mend or delete it{cure}."
-            ) from error
+            raise ConfigError(f"The processor makes no batch of {place}: {reason}. Mend or delete it{cure}.") from error
         ids, labels = batch["input_ids"][0], batch["labels"][0]
         length = training.max_length or len(ids)
         count = int(torch.isin(ids, marks).sum())
         if torch.isin(ids[length:], marks).any():
             raise ConfigError(
-                f"--max_length {length}: row {number} has {len(ids)} tokens, {count} of them for "
+                f"--max_length {length}: {place} has {len(ids)} tokens, {count} of them for "
                 f"{len(images_of(row))} image(s), which may not be cut. Use {len(ids)} or more, or smaller images."
             )
         if (labels == -100).all():
-            raise ConfigError(f"Row {number} has no answer: none of its tokens counts in the loss. Mend or delete it.")
+            raise ConfigError(
+                f"There is no answer in {place}: none of its tokens counts in the loss. Mend or delete it."
+            )
         if (labels[:length] == -100).all():
             raise ConfigError(
-                f"--max_length {length}: row {number} has {len(ids)} tokens, and none of its answer is within. Use "
+                f"--max_length {length}: {place} has {len(ids)} tokens, and none of its answer is within. Use "
                 f"{len(ids)} or more, or rows with an answer."
             )
 

@@ -20,6 +20,7 @@ from hf_fsdp_tools.integrations.resume import STATE_FILES
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import hub_name_of, is_outdated
+from hf_fsdp_tools.text import first_line
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
@@ -77,8 +78,11 @@ class PushingMixin(TrainerBase):  # type: ignore[misc]  # transformers is not ty
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's model card, or TRL's, of which some words are not true of every model."""
         config, base = self.model.config, Path(self.model.config.name_or_path or "").name
-        with replaced(config, _name_or_path=hub_name_of(self.model) or "."):  # a folder has no page
-            super().create_model_card(*args, **kwargs)
+        try:
+            with replaced(config, _name_or_path=hub_name_of(self.model) or "."):  # a folder has no page
+                super().create_model_card(*args, **kwargs)
+        except Exception as error:  # no card is worth a model that is not saved
+            warn(f"No model card: {type(error).__name__}: {first_line(error)}.")
         path = Path(self.args.output_dir, CARD)
         if self.is_world_process_zero() and path.is_file():
             made = f"a fine-tuned version of `{base}`" if base else "trained from scratch"

@@ -61,6 +61,8 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     streams_are_shares: bool = field(default=True, init=False)  # those of `load_splits`; no option
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
+    rows: int | None = field(default=None, init=False)
+    """Rows to train on, once `check_before_loading` has seen them; None for a stream."""
     others: tuple[Any, ...] = field(default=(), init=False, repr=False)
     """What `parse_arguments` has returned next to this one, likewise."""
 
@@ -151,7 +153,8 @@ def parse_arguments(
             one.others = tuple(other for other in parsed if other is not one)
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
-    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given])
+    task_type = str(recipe.get("lora_task_type", "CAUSAL_LM"))
+    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given], task_type)
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):  # bars fill a log file with a line for each moment
         import datasets
 
@@ -332,13 +335,27 @@ def _complete(training: Any, default_folder: str) -> None:
 
 
 _LEAST = {"max_length": 2, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "lora_r": 1}
-_LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0}
+_LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0, "lora_alpha": 1}
+_LEAST |= dict.fromkeys(("max_grad_norm", "weight_decay", "beta", "warmup_steps", "lora_dropout", "temperature"), 0)
+_LEAST |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing", "label_smoothing_factor"), 0)
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
 _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
 
 
-def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
+_BELOW_1 = ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing", "label_smoothing_factor")
+
+
+def _losses_of(parsed: tuple[Any, ...]) -> set[str]:
+    """The names that TRL's trainer compares `--loss_type` with: it has no list of them, and fails in the first step."""
+    parts = (kind.__module__ for one in parsed if hasattr(one, "loss_type") for kind in type(one).__mro__)
+    config = next((name for name in parts if name.startswith("trl.") and name.endswith("_config")), None)
+    spec = find_spec(config.removesuffix("config") + "trainer") if config else None
+    lines = re.findall(r"loss_type (?:==|in) (.+)", Path(spec.origin).read_text()) if spec and spec.origin else []
+    return {name for line in lines for name in re.findall(r'"(\w+)"', line)}
+
+
+def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
     model, data, adapts, merges = map(get, ("model_name_or_path", "dataset_name", "use_peft", "merge_adapters"))
@@ -354,7 +371,19 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     for name, package in _PACKAGES.items():
         install = f"--{name} needs {package}: pip install {package.replace('_', '-')}."
         mistakes.append((get(name) and find_spec(package) is None, install))
+    mistakes += [(get(name) is not None and float(get(name)) >= 1, f"--{name}: give less than 1.") for name in _BELOW_1]
+    rewards, weights = get("reward_funcs") or [], get("reward_weights")
+    count = len(rewards) + (get("reward_model_name_or_path") is not None)
+    losses = get("loss_type") if isinstance(get("loss_type"), list) else [get("loss_type")]
+    known = _losses_of(parsed)
     mistakes += [
+        (known and loss not in known, f"--loss_type {loss}: TRL has no such loss{did_you_mean(str(loss), known)}")
+        for loss in losses
+    ]
+    task = f"--lora_task_type {get('lora_task_type')} is written into the adapter and is not what this recipe trains"
+    mistakes += [
+        (weights and len(weights) != count, f"--reward_weights: give one for each reward, of which there are {count}."),
+        ("lora_task_type" in of_adapters and get("lora_task_type") != task_type, f"{task}: leave it out."),
         (get("num_train_epochs") == 0 and no_steps, "--num_train_epochs 0 trains nothing: give 1, or --max_steps."),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),

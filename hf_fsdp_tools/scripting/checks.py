@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
 from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
-from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
+from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options, training_template
 from hf_fsdp_tools.sharding.adapters import say_what_has_none, stacked_experts
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
@@ -50,7 +50,7 @@ def check_before_loading(
         config = load_config(model_args.model_name_or_path, **hub_options(model_args, training))
         if auto_class is None:
             _check_generates(config, training, model_args.model_name_or_path)
-        _check_output(training)
+        _check_output(training, model_args)
         _check_optimizer(training)
         if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
             option = f"--padding_free true cuts no rows, and --max_length is {training.max_length}"
@@ -62,10 +62,12 @@ def check_before_loading(
             _check_4bit(model_args, training)
         if model_args.use_peft:
             _check_targets(_on_meta(config, model_args, training, auto_class), model_args)
+    model_args.rows = len(train) if hasattr(train, "__len__") else None
 
 
-def check_prepared_rows(trainer: Any) -> None:
-    """Refuse rows of which no token counts in the loss, as the trainer has prepared them; print how many are cut.
+def check_prepared_rows(trainer: Any, given: int | None = None) -> None:
+    """Refuse rows of which no token counts in the loss, as the trainer has prepared them; print how many are cut, and
+    how many of the `given` rows it has left out.
 
     Every rank must call. The ranks exchange errors alone.
     """
@@ -79,8 +81,11 @@ def check_prepared_rows(trainer: Any) -> None:
                 f"All labels of the first rows are masked{cut}, so nothing would be learnt. Give rows with an answer "
                 "(`completion`, or turns of the role assistant), or a longer --max_length."
             )
+    is_packed = getattr(trainer.args, "packing", False)
+    if given is not None and not is_packed and (left := len(trainer.train_dataset)) < given and rank_and_size()[0] == 0:
+        print(f"{given - left:,} of {given:,} rows have no answer within --max_length {most}: {left:,} are trained on")
     full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
-    if full and not getattr(trainer.args, "packing", False) and rank_and_size()[0] == 0:
+    if full and not is_packed and rank_and_size()[0] == 0:
         print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
 
 
@@ -96,9 +101,19 @@ def _check_generates(config: Any, training: Any, name: str) -> None:
         raise ConfigError(f"{name} is a {kind.__name__}, which generates no text. {cure}.")
 
 
-def _check_output(training: Any) -> None:
-    """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
+def _check_output(training: Any, model_args: Any) -> None:
+    """Refuse to write over what is read, to resume from nothing, and to mix checkpoints of two runs: the older ones
+    would be deleted as surplus."""
     folder, resume = Path(training.output_dir), training.resume_from_checkpoint
+    written = [path.resolve() for path in (folder, folder / "merged", folder / "ema")]
+    for name, value in chain.from_iterable(
+        vars(one).items() for one in (model_args, *getattr(model_args, "others", ()))
+    ):
+        is_read = isinstance(value, str) and name.endswith(("name_or_path", "dataset_name"))
+        if is_read and any(Path(each.strip()).resolve() in written for each in value.split(",")):
+            raise ConfigError(
+                f"--output_dir {folder}: --{name} {value} is there, and would be destroyed. Give another."
+            )
     checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
@@ -172,8 +187,7 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
 def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     """Refuse turns for which there is no template, rows of which some parts are text and some turns, and options for
     other rows or another tokenizer."""
-    from trl import get_training_chat_template, is_conversational
-    from trl.chat_template_utils import has_generation_markers
+    from trl import is_conversational
 
     row = next(iter(train))
     is_chat, have = is_conversational(row), f"the rows have {listed(sorted(row))}"
@@ -184,6 +198,12 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
             f"The rows are chats ({listed(sorted(row))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
+    if words.pad_token is None and words.eos_token is None and not getattr(training, "pad_token", None):
+        near = listed(words.all_special_tokens) or "none"
+        raise ConfigError(
+            "The tokenizer of this model has neither a padding token nor one of the end. Name some of its tokens with "
+            f"--pad_token and --eos_token (special ones: {near})."
+        )
     for option in ("eos_token", "pad_token"):
         if (token := getattr(training, option, None)) is not None and token not in words.get_vocab():
             near = did_you_mean(token, words.all_special_tokens)
@@ -192,14 +212,8 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
         raise ConfigError(f"--completion_only_loss needs `prompt` and `completion`, and {have}. Leave it out.")
     if of_assistant and not is_chat:
         raise ConfigError(f"--assistant_only_loss needs chats (`messages`), and {have}. Leave it out.")
-    if of_assistant and not has_generation_markers(tokenizer.chat_template):
-        try:
-            get_training_chat_template(tokenizer)
-        except ValueError as error:
-            raise ConfigError(
-                "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
-                "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
-            ) from error
+    if of_assistant:
+        training_template(tokenizer)
     names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
     if len({type(row[name]) for name in names}) > 1:  # as in all rows
         raise ConfigError(
@@ -261,6 +275,14 @@ def _check_targets(model: Any, model_args: Any) -> None:
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
+    for option, matched in (("lora_target_modules", linear), ("lora_modules_to_save", [*dict(model.named_modules())])):
+        chosen = getattr(model_args, option)
+        for name in chosen if isinstance(chosen, list) and chosen != ["all-linear"] else ():
+            if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
+                ends = {key.rsplit(".", 1)[-1] for key in matched}
+                raise ConfigError(
+                    f"--{option} {name}: {type(model).__name__} has no such module{did_you_mean(name, ends)}"
+                )
     say_what_has_none(adapted)
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(

@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.formats import (
     as_turn,
     from_alpaca,
+    open_image,
     with_names_of_recipe,
     with_places_of_images,
     with_prompt_turns,
     with_turns,
 )
+from hf_fsdp_tools.scripting.tokenizer import Chats
 from hf_fsdp_tools.text import did_you_mean, first_line, listed, quoted
 
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -30,6 +33,10 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Endings behind another; datasets reads what is inside."""
 
 _CONVERT = "Convert it: iconv -f {0} -t utf-8 {1} > utf8-{1}"
+
+_NO_TEXT = {b"%PDF": "a PDF", b"PK\3\4": "a zip archive or an Office document", b"{\\rtf": "an RTF document"}
+_NO_TEXT |= {b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"PAR1": "Parquet, which ends in .parquet"}
+"""What files with the ending of a text are by mistake, by their first bytes."""
 
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 2_000
 """Rows that are held out for evaluation where the dataset has one split. (assumed)"""
@@ -53,8 +60,13 @@ _WORDS = _TURNS | _TEXT_OR_TURNS
 _OF_TRL = _WORDS | {"input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths"}
 """Columns that TRL's trainers take for theirs in addition to those which a recipe trains on; source: trl 1.16."""
 
+_READ_TOO = {"tools", "chat_template_kwargs"}
+"""Columns that TRL reads in rows of chats, next to those above."""
 
-def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
+
+def load_splits(
+    script: Any, training: Any, *, columns: Sequence[AbstractSet[str]], tokenizer: Any = None
+) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
 
     docs/data.md has what `--dataset_name` may be, the formats of rows and what becomes of them. Where there is no
@@ -62,11 +74,13 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     `--dataset_streaming` rows are read as they are needed, each rank its share without end.
 
     The recipe needs all `columns` of one of these sets, as TRL names them; those that `script.column_names` names (of
-    `parse_arguments`) are renamed. Every rank must call. The ranks exchange errors alone.
+    `parse_arguments`) are renamed; columns that nothing reads are named. With a `tokenizer` conversations are shown to
+    its chat template, and with `--assistant_only_loss` turns marked as not to be trained on (`weight: 0`, `train` or
+    `loss` false) are masked. Every rank must call. The ranks exchange errors alone.
 
     Raises:
         ConfigError: a dataset is absent, empty or malformed (with file and line), has other columns, or fewer rows than
-            there are ranks; on all ranks alike.
+            there are ranks, or the chat template does not take or show its turns; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -78,12 +92,14 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     text = getattr(training, "dataset_text_field", "text")
     chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
     options = [f"--{name}_column" for name in chosen] or ["--dataset_columns"] * hasattr(script, "dataset_columns")
+    chats = Chats(tokenizer, training, is_stream=script.dataset_streaming)
+    is_for_rewards = hasattr(script, "reward_funcs")  # which take whatever is next to the prompt
 
     def converted(parts: Mapping[str, Any]) -> Any:
         ready = {}
         for name, part in parts.items():
             named = with_names_of_recipe(part, name, chosen, _columns(part), text=text, is_mixed=len(parts) > 1)
-            ready[name] = _converted(named, name, columns, text, options)
+            ready[name] = _converted(named, name, columns, text, options, chats, names_rest=not is_for_rewards)
         return _mixed(ready, streaming=script.dataset_streaming)
 
     rank, ranks = rank_and_size()
@@ -95,6 +111,10 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             names = [name.strip() for name in names[0].split(",") if name.strip()]
         splits = {name: _splits_of(name, script) for name in names}
         tests = [script.dataset_test_split, *_TEST_SPLITS] if training.eval_strategy != "no" else []
+        there = sorted({split for part in splits.values() for split in part})
+        if tests and tests[0] not in ("test", *there):
+            has = f"no split {tests[0]!r}, only {listed(there)}"
+            raise _refused(script.dataset_name, f"{has}. Name one with --dataset_test_split, or leave that out")
         found = {name: next((part[test] for test in tests if test in part), None) for name, part in splits.items()}
         tested = {name: part for name, part in found.items() if part is not None}
         try:
@@ -112,6 +132,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             raise _refused(script.dataset_name, f"{few}. Give more rows, or use fewer processes")
         elif evaluation is not None and not len(evaluation):
             raise _refused(script.dataset_name, "no row for evaluation. Give more rows, or --eval_strategy no")
+    if chats.has_marks:
+        train, evaluation = (part and chats.with_labels(part) for part in (train, evaluation))
     if script.dataset_streaming:
         held_out = None if train is whole else evaluation  # not those of a split of their own
         seed = training.seed if getattr(training, "shuffle_dataset", False) else None
@@ -147,6 +169,8 @@ def _splits_of(name: str, script: Any) -> Any:
             start = stream.read(4096)
         if not start:
             raise _refused(name, f"{file.name} is empty")
+        if _is_text(file) and (kind := next((kind for head, kind in _NO_TEXT.items() if start.startswith(head)), "")):
+            raise _refused(name, f"{file.name} is {kind}. Write its text into a .txt or .jsonl file")
         if _is_text(file) and b"\0" in start:  # of blanks and line ends, in any script
             bare = "utf-16be" if start[::2].count(0) > start[1::2].count(0) else "utf-16le"
             encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else bare
@@ -189,7 +213,9 @@ def _other_columns(files: list[Path]) -> str:
 def _load(file: Path, *, streaming: bool) -> Any:
     from datasets import load_dataset
 
-    options = {"sep": "\t"} if _ending(file) == ".tsv" else {}
+    options: dict[str, Any] = {"sep": "\t"} if _ending(file) == ".tsv" else {}
+    if _BUILDERS[_ending(file)] == "csv":
+        options |= {"keep_default_na": False, "na_values": [""]}  # "NA" and "None" are words
     return load_dataset(_BUILDERS[_ending(file)], data_files=str(file), streaming=streaming, **options)
 
 
@@ -232,35 +258,67 @@ def _train_part(splits: Any, name: str, script: Any) -> Any:
     return splits[split]
 
 
-def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text: str, options: list[str]) -> Any:
+def _converted(
+    dataset: Any,
+    name: str,
+    needed: Sequence[AbstractSet[str]],
+    text: str,
+    options: list[str],
+    chats: Chats,
+    *,
+    names_rest: bool,
+) -> Any:
     """The dataset with one set of the needed columns, without empty rows; alpaca and ShareGPT are converted."""
     columns = _columns(dataset)
     if (used := next((one for one in needed if one <= columns), None)) is not None:
-        dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text)
-        # reward functions take whatever is next to the prompt
-        kept = used | ({"prompt"} if "chosen" in used else set())
-        if surplus := sorted(_columns(dataset) & _OF_TRL - kept) if used != {"prompt"} else []:
+        if used & (_WORDS | {text}) and (images := columns & _IMAGES) and not any(one & _IMAGES for one in needed):
+            has = f"its rows have `{min(images)}`, and this recipe trains on text alone"
+            raise _refused(name, f"{has}. Use vision_language, or remove that column")
+        dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text, chats)
+        kept = used | ({"prompt", "margin"} if "chosen" in used else set()) | (_READ_TOO if used & _WORDS else set())
+        rest = sorted(_columns(dataset) - kept) if names_rest else []
+        if rest and rank_and_size()[0] == 0:
+            print(f"{name}: not used: {listed(rest)}")
+        if surplus := sorted({*rest} & _OF_TRL):
             dataset = dataset.remove_columns(surplus)
-            if rank_and_size()[0] == 0:
-                print(f"{name}: left out next to {listed(sorted(used))}: {listed(surplus)}")
         dataset = with_prompt_turns(dataset)
-        return with_places_of_images(dataset) if used & _IMAGES else dataset
+        return with_places_of_images(dataset, name) if used & _IMAGES else dataset
+    again: dict[str, Any] = {"name": name, "needed": needed, "text": text, "options": options, "chats": chats}
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
-        dataset = _checked(dataset, name, {"conversations"} | columns & _IMAGES, {"conversations"}, text)
-        return _converted(dataset.rename_column("conversations", "messages"), name, needed, text, options)
+        used = {"conversations"} | columns & _IMAGES
+        turned = partial(with_turns, columns=["conversations"], keeps_parts=bool(columns & _IMAGES))
+        dataset = _checked(dataset, name, used, {"conversations"}, text, chats, turned)
+        dataset = dataset.rename_column("conversations", "messages")
+        return _converted(dataset.remove_columns(sorted(columns & {"system"})), **again, names_rest=names_rest)
     pairs = {"prompt", "completion"} in map(set, needed)
     question = next((pair for pair in _ALPACA if pair <= columns), None)
     if question is not None and (pairs or {"messages"} in map(set, needed)):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
-        dataset = _checked(dataset, name, question, {ask, answer, "input", "system"} & columns, text)
-        keywords = {"ask": ask, "answer": answer, "pairs": pairs}
-        return dataset.map(from_alpaca, fn_kwargs=keywords, remove_columns=sorted(columns))
+        keywords: dict[str, Any] = {"ask": ask, "answer": answer, "pairs": pairs}
+        worded = {ask, answer, "input", "system"} & columns
+        dataset = _checked(dataset, name, question, worded, text, chats, partial(from_alpaca, **keywords))
+        dataset = dataset.map(from_alpaca, fn_kwargs=keywords)
+        dataset = dataset.remove_columns(sorted(columns & {ask, answer, "input", "system", "history"}))
+        return _converted(dataset, **again, names_rest=names_rest)
     has = f"it has the columns {', '.join(sorted(columns))}; none can be trained on"
-    raise _refused(name, f"{has}. {_cure(columns, needed, options)}")
+    raise _refused(name, f"{has}. {_cure(dataset, needed, options)}")
 
 
-def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options: list[str]) -> str:
-    """A cure for a dataset of other columns: the nearest name, and the formats that the recipe takes."""
+def _cure(dataset: Any, needed: Sequence[AbstractSet[str]], options: list[str]) -> str:
+    """A cure for a dataset of other columns: where rows stand one level down, or the file has no such columns at all;
+    else the nearest name, and the formats that the recipe takes."""
+    columns, row = _columns(dataset), dict(next(iter(dataset), {}))
+    inside = [(name, value[0] if isinstance(value, list) and value else value) for name, value in row.items()]
+    for name, value in inside:
+        if isinstance(value, Mapping) and any(one <= value.keys() for one in needed):
+            found = next(one for one in needed if one <= value.keys())
+            if isinstance(row[name], list):
+                return f"The rows stand in `{name}`: write that list alone, or a row in each line of a .jsonl file"
+            return f"Name them: {' '.join(f'--{each}_column {name}.{each}' for each in sorted(found))}"
+    if len(columns) == 1 and (mark := next((mark for mark in ";\t|" if mark in min(columns)), None)):
+        return f"Columns are separated by {mark!r}, and a .csv has commas: write it so (.tsv has tabs)"
+    if any(name.rstrip()[-1:] in (".", "?", "!") or name.count(" ") > 4 for name in columns):
+        return "The first line is no heading: put the names of the columns above it"
     formats = [*needed]
     formats += [{"conversations"}] if {"messages"} in formats else []
     formats += _ALPACA if {"messages"} in formats or {"prompt", "completion"} in formats else []
@@ -272,45 +330,83 @@ def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options
     return f"{near}Needed: {lists}. Rename one{ours}"
 
 
-def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSet[str], text: str) -> Any:
+def _checked(
+    dataset: Any,
+    name: str,
+    used: AbstractSet[str],
+    worded: AbstractSet[str],
+    text: str,
+    chats: Chats,
+    as_chat: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Any:
     """The dataset without rows that have nothing in them, and with turns as chat templates read them.
 
-    Every row is looked at, in a stream when it is read: the columns of `worded` must hold text, or turns of a chat.
+    Every row is looked at, in a stream when it is read: the columns of `worded` must hold text, or turns of a chat
+    that the template shows, once `as_chat` has made turns of the row.
     """
     import datasets
 
     needed = sorted(used & (_WORDS | {text, *_ALPACA[0], *_ALPACA[1]}) or used)
-    columns = sorted(_columns(dataset) & (_WORDS | {text}) | worded | set(needed))
+    there = _columns(dataset) & (_WORDS | _READ_TOO | {text, "system"} | used & _IMAGES)
+    columns = sorted(there | worded | set(needed))
+    shown = sorted({*columns} & (used | worded | _READ_TOO | {"system"} | ({"prompt"} if "chosen" in used else set())))
     is_stream, keeps_parts = not hasattr(dataset, "__len__"), bool(used & _IMAGES)
     turned = dict.fromkeys(columns if is_stream else (), False)  # columns of other turns, and whether tools are called
     kinds: dict[str, type] = {}
+    empty = {*needed} - {"prompt"}  # columns without a word so far
+    images = sorted(used & _IMAGES)
+    of_images = {column: dataset.features[column] for column in images if dataset.features}
+    for column, feature in of_images.items():  # the bytes, of which the beginning is looked at
+        undecoded = datasets.Image(decode=False)
+        if isinstance(getattr(feature, "feature", feature), datasets.Image):
+            one = undecoded if feature == datasets.Image() else datasets.List(undecoded)
+            dataset = dataset.cast_column(column, one)
 
     def has_words(*cells: Any) -> bool:
         *values, index = cells
         row = dict(zip(columns, values, strict=True))
-        for column in sorted(worded):
-            try:
-                if turns := _other_turns(row[column], column, keeps_parts):
+        column, read = "", dict(row)
+        try:
+            for column in sorted(worded):
+                turns = _turns(row[column], column, keeps_parts)
+                if turns is not None and turns != [_without_none(turn, deep=False) for turn in row[column]]:
                     turned[column] = turned.get(column, False) or any("tool_calls" in turn for turn in turns)
+                read[column] = row[column] if turns is None else turns
                 if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
                     raise ValueError("text in all rows, or turns of a chat in all")
-            except ValueError as error:
-                cure = "Mend that row, or rename the column and name another one"
-                place = f"row {index + 1}: the column `{column}`"
-                raise _refused(name, f"{place} must hold {error}. {cure}") from error
-        full = [column for column in (*_WORDS, text, *needed) if row.get(column)]
+            full = [column for column in (*_WORDS, text, *needed) if row.get(column)]
+            if full:
+                chats.check(as_chat({column: read[column] for column in shown}), has_images=keeps_parts)
+            for column in images:
+                for image in row[column] if isinstance(row[column], list) else [row[column]]:
+                    open_image(image, name)
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            cure = "Mend that row, or rename the column and name another one"
+            place = f"{_place(name, row, index)}: the column `{column}`"
+            raise _refused(name, f"{place} must hold {error}. {cure}") from error
         absent = next((column for column in needed if row[column] is None), None)
         if full and absent is not None:
-            has = f"row {index + 1} has {listed(f'`{each}`' for each in columns if row[each])} and no `{absent}`"
-            raise _refused(name, f"{has}, which other rows have. Keep rows of one kind in a file")
+            has = f"{_place(name, row, index)} has {listed(f'`{each}`' for each in columns if row[each])} and no"
+            raise _refused(name, f"{has} `{absent}`, which other rows have. Keep rows of one kind in a file")
+        lists = [row[column] for column in sorted(used & _LISTS)]
+        if full and lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
+            place = _place(name, row, index)
+            raise _refused(name, f"{place} has not one class for each word: both are lists of equal length. Mend it")
+        empty.difference_update(full)
         return bool(full)
 
     memory = {} if is_stream else {"keep_in_memory": True}
     kept = dataset.filter(has_words, with_indices=True, input_columns=columns, **memory)
+    for column, feature in of_images.items():
+        dataset, kept = (part.cast_column(column, feature) for part in (dataset, kept))
     if not is_stream:
         left_out = len(dataset) - len(kept)
         if not len(kept):
             raise _refused(name, f"all {len(dataset):,} rows are empty")
+        if empty:
+            raise _refused(name, f"`{min(empty)}` is empty in all rows. Name another column, or fill it")
         if left_out and rank_and_size()[0] == 0:
             print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
         kept = kept if left_out else dataset
@@ -322,16 +418,32 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
     return kept.map(with_turns, fn_kwargs={"columns": changed, "keeps_parts": keeps_parts}, features=features)
 
 
-def _other_turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, Any]] | None:
-    """The turns of a cell as chat templates read them, where they are not so; ValueError: what it must hold."""
+def _turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, Any]] | None:
+    """The turns of a cell as chat templates read them, None for text; ValueError: what it must hold."""
     if value is None or (isinstance(value, str) and column not in _TURNS):
         return None
     if not isinstance(value, list) or column not in _WORDS:
         expected = "turns, each with `role` and `content`" if column in _TURNS else "text"
         raise ValueError(f"{expected}, and is {quoted(value)}")
-    turns = [as_turn(turn, keeps_parts) for turn in value]
-    is_same = turns == [{key: each for key, each in turn.items() if each is not None} for turn in value]
-    return None if is_same else turns
+    return [as_turn(turn, keeps_parts) for turn in value]
+
+
+def _place(name: str, row: Mapping[str, Any], index: int) -> str:
+    """The file and line of a row as it was read; its number where no file is at hand that holds it."""
+    values, first, before = [_without_none(value) for value in row.values() if value is not None], "", 0
+    for file in _files_of(name):
+        is_lines = file.suffix.lower() in _JSON_LINES
+        lines = [number for number, line in enumerate(file.open("rb"), 1) if line.strip()] if is_lines else []
+        number = -1
+        for number, raw in enumerate(_load(file, streaming=True)["train"]):
+            fields = [_without_none(value) for value in raw.values()]
+            fields += [part for value in fields if isinstance(value, dict) for part in value.values()]
+            if (not first or before + number == index) and all(value in fields for value in values):
+                first = f"{file.name}, line {lines[number]}" if lines else f"{file.name}, row {number + 1}"
+                if before + number == index:
+                    return first
+        before += number + 1
+    return first or f"row {index + 1}"
 
 
 def _columns(dataset: Any) -> set[str]:
@@ -434,8 +546,8 @@ def _content(row: Mapping[str, Any], columns: Collection[str]) -> str:
     return json.dumps([_without_none(row.get(name)) for name in sorted(columns)], sort_keys=True, default=repr)
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: Any, deep: bool = True) -> Any:
     """The value without keys that Arrow added, for they stand in other rows."""
     if isinstance(value, Mapping):
-        return {name: _without_none(part) for name, part in value.items() if part is not None}
+        return {name: _without_none(part) if deep else part for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value

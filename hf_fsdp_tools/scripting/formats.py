@@ -3,7 +3,9 @@
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, make_dataclass
+from io import BytesIO
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
@@ -28,6 +30,9 @@ _CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _BESIDE_CONTENT = {"tool_calls", "reasoning_content", "thinking"}
 """What a turn of the assistant may have instead of a content."""
 
+_MARKS = ("weight", "train", "loss", "training", "trainable")
+"""Keys of a turn that say whether it is trained on: OpenAI's, axolotl's, ms-swift's, mlx's. `train` is ours."""
+
 
 def as_turn(turn: Any, keeps_parts: bool) -> dict[str, Any]:
     """A turn as chat templates read it, also of `from` and `value`, and of other programs' roles and calls of tools.
@@ -40,13 +45,20 @@ def as_turn(turn: Any, keeps_parts: bool) -> dict[str, Any]:
     name, content = given.pop("from", None), given.pop("value", None)
     name, content = given.pop("role", name), given.pop("content", content)
     role = _ROLES.get(str(name).lower(), str(name).lower())
+    marks = [given.pop(mark) for mark in _MARKS if mark in given]
     rest = {} if is_shared else given
+    if marks and role in ("assistant", "call") and not all(marks):
+        rest["train"] = False
     if role == "call":
         role, content, rest["tool_calls"] = "assistant", "", _calls(content)
     elif call := rest.pop("function_call", None):
         rest["tool_calls"] = _calls(call)
     if name is None or (content is None and not rest.keys() & _BESIDE_CONTENT):
         raise ValueError(f"turns, each with `role` and `content`, and one {there}")
+    for call in rest.get("tool_calls") or ():
+        named = call.get("function", call) if isinstance(call, Mapping) else None
+        if not (isinstance(named, Mapping) and isinstance(named.get("name"), str)):
+            raise ValueError(f"`tool_calls`, each with a `function` that has a `name`, and one is {quoted(call)}")
     if role not in _CHAT_ROLES:
         raise ValueError(f"turns with the roles {', '.join(_CHAT_ROLES)}, and one is of {quoted(name)}")
     if isinstance(content, list) and not keeps_parts:
@@ -84,6 +96,18 @@ def with_turns(row: dict[str, Any], columns: Sequence[str], keeps_parts: bool) -
     return turns
 
 
+def chats_of(row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """The conversations of a row from their first turns: one, or one for each answer; none in a row of texts."""
+    turns, prompt = row.get("messages") or row.get("conversations"), row.get("prompt") or []
+    if isinstance(turns, list):
+        return [turns]
+    question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answers = [row[name] for name in ("completion", "chosen", "rejected") if isinstance(row.get(name), list)]
+    if not answers and isinstance(prompt, list):
+        return [prompt] if prompt else []
+    return [turns if turns and turns[0]["role"] != "assistant" else [*question, *turns] for turns in answers]
+
+
 def from_alpaca(row: dict[str, Any], ask: str, answer: str, pairs: bool) -> dict[str, Any]:
     """A question and its answer as turns of a chat; alpaca's `system` and `input` belong to the question."""
     question = "\n\n".join(part for part in (row[ask], row.get("input")) if part)
@@ -115,16 +139,59 @@ def _with_prompt(row: dict[str, Any], answers: list[str]) -> dict[str, Any]:
     return {name: one if one and one[0].get("role") != "assistant" else question + one for name, one in turns.items()}
 
 
-def with_places_of_images(dataset: Any) -> Any:
+def place_of_image(path: str, name: str) -> str:
+    """The place of an image that a row of the dataset of this name names: a URL, or a file, which is looked for in the
+    working folder and next to the dataset's own file."""
+    if path.startswith(("http://", "https://", "data:")) or len(path) > 4_000:  # the last is base64
+        return path
+    folder = Path(name) if Path(name).is_dir() else Path(name).parent
+    return next((str(file.absolute()) for file in (Path(path), folder / path) if file.is_file()), path)
+
+
+def open_image(image: Any, name: str) -> None:
+    """Read the beginning of a row's image; ValueError: what it must be."""
+    from PIL import Image
+
+    source = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+    source = place_of_image(source, name) if isinstance(source, str) else source
+    if isinstance(source, bytes) or (isinstance(source, str) and ":" not in source[:8] and len(source) <= 4_000):
+        try:
+            Image.open(BytesIO(source) if isinstance(source, bytes) else source).close()
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            there = quoted(source) if isinstance(source, str) else "one"
+            is_there = isinstance(source, bytes) or Path(source).is_file()
+            why = "cannot be read as an image" if is_there else "is no file here or next to the dataset's"
+            raise ValueError(f"images that can be opened, and {there} {why}") from error
+
+
+def with_places_of_images(dataset: Any, name: str) -> Any:
     """A dataset whose turns have their images where `<image>` stood in the text, as parts of a turn.
 
     TRL leaves that word in the text and puts all images before the first question, as here where there is no word.
+    Paths are those of files, wherever a row of the dataset of this name has them from.
     """
+    first: Mapping[str, Any] = next(iter(dataset), {})
+    if any(isinstance(image, str) for column in ("images", "image") for image in _as_list(first.get(column))):
+        dataset = dataset.map(_with_paths, fn_kwargs={"name": name})
     rows = islice(iter(dataset), _LOOKED_AT)
     texts = (turn.get("content") for row in rows for turn in row.get("messages") or ())
     if not any(isinstance(text, str) and _PLACE in text for text in texts):
         return dataset
     return dataset.map(_in_parts)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_paths(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The images of a row by whole paths."""
+    places = {}
+    for column in {"image", "images"} & row.keys():
+        value = row[column]
+        found = [place_of_image(each, name) if isinstance(each, str) else each for each in _as_list(value)]
+        places[column] = found if isinstance(value, list) else found[0]
+    return places
 
 
 def _in_parts(row: dict[str, Any]) -> dict[str, Any]:

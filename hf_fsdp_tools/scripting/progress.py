@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 from hf_fsdp_tools.accelerator import peak_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import did_you_mean, listed
 
 _SHOWN = {
     "loss": "loss {:.3f}",
@@ -66,6 +68,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             hidden = {"loss", "eval_loss"} if {"reward", "eval_reward"} & set(logs) else set()
             shown = [text.format(float(logs[name])) for name, text in _SHOWN.items() if name in {*logs} - hidden]
+            if logs.get("frac_reward_zero_std") == 1:  # TRL's own figure
+                shown.append("all answers of a prompt have the same reward, so that nothing is learnt")
             if self.possible and "tokens_per_second" in logs:
                 shown.append(f"{logs['tokens_per_second'] / self.possible:.0%} of what these GPUs can do")
             line = ", ".join(shown) + self._time_left(state)
@@ -75,8 +79,12 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         """Stop the clock, for an evaluation's time is not the training's."""
         self.evaluating_s = self.evaluating_s or time.perf_counter()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock again."""
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Start the clock again; refuse a best model by what no evaluation says, at the first one."""
+        best, found = args.metric_for_best_model, [name for name in metrics or () if name.startswith("eval_")]
+        if best and found and not {best, f"eval_{best}"} & {*found}:
+            near = did_you_mean(f"eval_{best}", found, otherwise=f": it has {listed(found)}.")
+            raise ConfigError(f"--metric_for_best_model {best}: no evaluation gives it{near}")
         if self.evaluating_s is not None and self.last is not None:
             start_s, count, step = self.last
             self.last = (start_s + time.perf_counter() - self.evaluating_s, count, step)

@@ -143,7 +143,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     """
     trainer.fsdp_settings = model_args or TrainerSettings(streams_are_shares=True)
     trainer.estimated = _estimate
-    check_prepared_rows(trainer)
+    check_prepared_rows(trainer, getattr(model_args, "rows", None))
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(kind)
@@ -167,11 +167,16 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         return None, None
     state, logged = trainer.state, _logged(trainer, "eval_loss")
     keeps_best = training.load_best_model_at_end and state.best_metric is not None
-    if not keeps_best and not (logged and logged[-1][0] == state.global_step):
-        trainer.evaluate()
-    if trainer.ema is not None:
-        with trainer.ema.applied():
-            trainer.evaluate(metric_key_prefix="ema")
+    try:
+        if not keeps_best and not (logged and logged[-1][0] == state.global_step):
+            trainer.evaluate()
+        if trainer.ema is not None:
+            with trainer.ema.applied():
+                trainer.evaluate(metric_key_prefix="ema")
+    except FSDPToolsError:
+        raise
+    except Exception as error:  # of a metric: what was trained is to be saved all the same
+        trainer.accelerator.print(f"no evaluation after the training: {type(error).__name__}: {first_line(error)}")
     if patience is not None and state.global_step < state.max_steps:
         kept = state.best_model_checkpoint or "the last weights"
         reason = f"no lower evaluation loss {patience} times in a row"
@@ -242,6 +247,7 @@ def finish(
     from hf_fsdp_tools import save_pretrained
 
     folder = Path(training.output_dir)
+    trainer.save_model()  # before all that can fail
     trainer.save_state()
     title, before, after = _evaluations(trainer)
     said = "not evaluated" if after is None else f"{after:.3f} after"
@@ -254,24 +260,31 @@ def finish(
         title: said,
         "checkpoint": lambda: f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
         **(lines or {}),
-        "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
+        "log": lambda: f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
     }
     if trainer.ema is not None:
         with trainer.ema.applied():
             trainer.save_model(str(folder / "ema"), _internal_call=True)
         of_averages = [f" (evaluation loss {loss:.3f})" for _, loss in _logged(trainer, "ema_loss")]
         summary["averages"] = f"{folder / 'ema'}{''.join(of_averages)}"
-    trainer.save_model()
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", processing_class=tokenizer, merge_adapters=True)
         summary["merged"] = f"{folder / 'merged'} (opens without PEFT)"
     if training.push_to_hub:
         summary["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
-    texts = {name: line if isinstance(line, str) else line() for name, line in summary.items()}
+    texts = {name: line if isinstance(line, str) else _said(line) for name, line in summary.items()}
     width = max(map(len, texts)) + 2
     trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in texts.items()))
     wait_for_all_ranks()
     trainer.accelerator.end_training()
+
+
+def _said(line: Callable[[], str]) -> str:
+    """A line of the summary, or why there is none: the model is saved, and the rest of the summary follows."""
+    try:
+        return line()
+    except Exception as error:  # of a template, a font, or whatever a recipe has written
+        return f"could not be made: {type(error).__name__}: {first_line(error)}"
 
 
 def _picture(trainer: Any, folder: Path) -> str:

@@ -1,12 +1,19 @@
-"""The tokenizer of a recipe's model, or its processor of images and text, with the chat template of the options."""
+"""The tokenizer of a recipe's model, or its processor of images and text, and what its chat template makes of rows."""
 
+import json
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.distributed.agreement import agreed
+from tokenizers import Tokenizer
+from transformers.utils.hub import cached_file
+
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.scripting.formats import chats_of
+from hf_fsdp_tools.text import first_line, listed, quoted
 
 
 def load_tokenizer(model_args: Any, training: Any, *, images: bool = False) -> Any:
@@ -46,7 +53,28 @@ def load_tokenizer(model_args: Any, training: Any, *, images: bool = False) -> A
                     f"{name} has no processor of images. A model of text alone needs finetune. {cure}"
                 )
         _set_template(found, tokenizer, training)
+        _say_other_pieces(tokenizer, name, model_args.model_revision)
     return found
+
+
+_PIECES = "It's 3,141.5 m\n\n  of naïve 東京 text; don't __split__ CamelCase\t\tor 12345678!?"
+"""A text of what pre-tokenizers split in different ways."""
+
+
+def _say_other_pieces(tokenizer: Any, name: str, revision: str | None) -> None:
+    """Say it where the class of a tokenizer splits texts otherwise than its tokenizer.json, which it replaces."""
+    if rank_and_size()[0] > 0 or getattr(tokenizer, "backend_tokenizer", None) is None:
+        return
+    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return
+    own, files = (one.encode(_PIECES).tokens for one in (tokenizer.backend_tokenizer, Tokenizer.from_file(path)))
+    if own != files:
+        print(
+            f"{name}: {type(tokenizer).__name__} splits texts otherwise than its tokenizer.json, whose rules the run "
+            'saves no more. If the model was trained with these, give tokenizer_config.json "tokenizer_class": '
+            '"PreTrainedTokenizerFast"'
+        )
 
 
 def hub_options(model_args: Any, training: Any) -> dict[str, Any]:
@@ -59,6 +87,112 @@ def class_options(model_args: Any, auto_class: Any) -> dict[str, Any]:
     """The class of a model, and its attention, where they are chosen."""
     options = {"attn_implementation": model_args.attn_implementation, "auto_class": auto_class}
     return {name: value for name, value in options.items() if value}
+
+
+# ---- conversations ----
+
+
+class Chats:
+    """What the chat template of a tokenizer makes of conversations, and which of their turns are trained on.
+
+    Conversations of the same roles and keys are shown alike, so one of each kind is looked at.
+    """
+
+    def __init__(self, tokenizer: Any, training: Any, *, is_stream: bool) -> None:
+        self.tokenizer, self.is_of_assistant = tokenizer, bool(getattr(training, "assistant_only_loss", False))
+        self.can_mask = self.is_of_assistant and tokenizer is not None and not is_stream
+        self.seen: set[Any] = set()
+        self.has_marks = False
+
+    def __reduce__(self) -> Any:  # datasets hashes whatever a filter refers to, and nothing here changes a row
+        return str, ("a check of conversations",)
+
+    def check(self, row: Mapping[str, Any], *, has_images: bool) -> None:
+        """Render the conversations of a row as TRL will; ValueError: what a row must hold, and this one does not."""
+        tools, kwargs = _tools_of(row), row.get("chat_template_kwargs") or {}
+        trained = next((row[name] for name in ("messages", "conversations", "completion") if row.get(name)), ())
+        if any("train" in turn for turn in trained if isinstance(turn, dict)):
+            if has_images or "completion" in row or not self.can_mask:
+                raise ValueError(
+                    "no turn that is marked as not to be trained on (`weight`, `train`, `loss`): such are masked in "
+                    "`messages` of finetune with --assistant_only_loss true and no --dataset_streaming"
+                )
+            self.has_marks = True
+        if has_images:  # such rows go through the processor
+            return
+        for turns in chats_of(row):
+            answers = [turn for turn in turns if turn["role"] == "assistant"]
+            if self.is_of_assistant and not answers:
+                raise ValueError("a turn of the assistant, for --assistant_only_loss trains on nothing else")
+            kind = (tools is None, *kwargs, *((turn["role"], *turn) for turn in turns))
+            if kind in self.seen or getattr(self.tokenizer, "chat_template", None) is None:
+                continue
+            try:
+                shown = self.tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **kwargs)
+            except Exception as error:  # a template is a program, whose errors are of any kind
+                raise ValueError(f"turns that the chat template takes, and it says: {first_line(error)}") from error
+            self.seen.add(kind)
+            for role in ("user", "assistant"):
+                texts = [turn.get("content") for turn in turns if turn["role"] == role]
+                words = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+                ends = [text.splitlines()[-1].strip() for text in words]
+                if ends and not any(end in shown for end in ends):
+                    raise ConfigError(
+                        f"The chat template shows no turn of the {role}: {quoted(ends[0])} becomes {quoted(shown)}. "
+                        "Give the template of this tokenizer with --chat_template_path, or one that reads `messages`."
+                    )
+
+    def with_labels(self, dataset: Any) -> Any:
+        """The rows of `messages` with tokens and labels, as TRL makes them, of which marked turns are masked too."""
+        template = training_template(self.tokenizer)
+        return dataset.map(_labelled, fn_kwargs={"tokenizer": self.tokenizer, "template": template})
+
+
+def _tools_of(row: Mapping[str, Any]) -> Any:
+    try:
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    except ValueError as error:
+        raise ValueError(f"`tools` as a list or as JSON, and they are {quoted(row['tools'])}") from error
+    return tools
+
+
+def _labelled(row: Mapping[str, Any], tokenizer: Any, template: str) -> dict[str, Any]:
+    shown = tokenizer.apply_chat_template(
+        row["messages"],
+        tools=_tools_of(row),
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **(row.get("chat_template_kwargs") or {}),
+    )
+    spans = [[*span] for _, span in groupby(shown["assistant_masks"])]
+    answers = [turn for turn in row["messages"] if turn["role"] == "assistant"]
+    if len(answers) != sum(span[0] for span in spans):
+        raise ConfigError(
+            "A turn is marked as not to be trained on, and the chat template marks other spans than the assistant's "
+            f"turns in {quoted(row['messages'])}. Leave such marks out, or give another --chat_template_path."
+        )
+    counts = iter([turn.get("train") is not False for turn in answers])
+    mask = [is_shown for span in spans for is_shown in [span[0] and next(counts)] for _ in span]
+    labels = [token if is_trained else -100 for token, is_trained in zip(shown["input_ids"], mask, strict=True)]
+    return {"input_ids": shown["input_ids"], "labels": labels}
+
+
+def training_template(tokenizer: Any) -> str:
+    """The chat template that marks the words of the assistant: the tokenizer's own, or that which TRL knows for it."""
+    from trl import get_training_chat_template
+    from trl.chat_template_utils import has_generation_markers
+
+    template: str = tokenizer.chat_template
+    if has_generation_markers(template):
+        return template
+    try:
+        return get_training_chat_template(tokenizer) or template
+    except ValueError as error:
+        raise ConfigError(
+            "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
+            "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
+        ) from error
 
 
 def _set_template(target: Any, tokenizer: Any, training: Any) -> None:

@@ -26,7 +26,7 @@ REFUSED = {
     "positions": ("seq2seq", f"{{m2m}} {CHATS} --max_target_length 999", "--max_target_length 999: "),
     "absent": ("seq2seq", "{t5} --dataset_name {answers} --prompt_column pair.txt", "--prompt_column pair.txt: "),
     "stream": ("tokens", f"{{llama}} {NER} --dataset_streaming --max_steps 2", "--dataset_streaming: the classes are"),
-    "uneven": ("tokens", "{llama} --dataset_name {uneven}", "Row 1 of "),
+    "uneven": ("tokens", "{llama} --dataset_name {uneven}", ", line 1 has not one class for each word"),
     "floats": ("tokens", "{llama} --dataset_name {floats}", "are names or whole numbers"),
     "same": ("tokens", "{llama} --dataset_name {same}", "have the same class"),
 }

@@ -6,8 +6,10 @@ import json
 import lzma
 import os
 import re
+import shutil
 import sys
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -17,6 +19,7 @@ pytest.importorskip("trl")
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
+from PIL import Image
 from pyarrow import feather, parquet
 from transformers import AutoTokenizer
 from trl import ScriptArguments, SFTConfig
@@ -57,6 +60,12 @@ def parsed(monkeypatch, *options: str):
     return scripting.parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
 
 
+def marked(**mark):
+    """A chat of which the first answer has that mark."""
+    question = {"role": "user", "content": "?"}
+    return {"messages": [question, {"role": "assistant", "content": "BAD"} | mark, question, CHAT[0]["messages"][1]]}
+
+
 def lines(path, rows) -> str:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(path)
@@ -71,10 +80,10 @@ def texts(rows, count: int) -> list[str]:
     return [row["text"] for row in islice(rows, count)]
 
 
-def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = None, columns=SFT, **options):
+def splits(name: str, *, dataset_streaming=False, named: dict | None = None, columns=SFT, tokenizer=None, **options):
     script = ScriptArguments(dataset_name=name, dataset_streaming=dataset_streaming)
     script.column_names = dict.fromkeys(sorted(set().union(*columns))) | (named or {})
-    return scripting.load_splits(script, trainer_arguments(**options), columns=columns)
+    return scripting.load_splits(script, trainer_arguments(**options), columns=columns, tokenizer=tokenizer)
 
 
 # ---- options ----
@@ -91,6 +100,9 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
         ("--deepspeed ds.json", "--deepspeed is not used: FSDP2 shards here"),
         ("--use_peft --lora_r 0", "--lora_r: give at least 1."),
+        ("--use_peft --lora_alpha 0", "--lora_alpha: give at least 1."),
+        ("--max_grad_norm -1 --adam_beta2 1.5", "max_grad_norm: give at least 0. --adam_beta2: give less than 1."),
+        ("--use_peft --lora_task_type SEQ_CLS", "--lora_task_type SEQ_CLS .* leave it out"),
         ("--save_steps 0", "--save_steps 0 keeps no checkpoint on the way"),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
@@ -206,18 +218,36 @@ def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatc
         ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
         ("one.jsonl", [{"text": "a"}], "1 row, and evaluation needs its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
-        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: row 1: the column `text` must hold text, and is 7"),
+        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl, line 1: the column `text` must hold text, and is 7"),
         ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and"),
         ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
-        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "row 4 has .* no `completion`"),
-        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: row 10: the column `text` must hold text, and is"),
-        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "row 41: .* and one has `role`, `text`"),
+        (
+            "d.jsonl",
+            [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}],
+            "d.jsonl, line 4 has .* no `completion`",
+        ),
+        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl, line 10: the column `text` must hold text, and is"),
+        (
+            "o.jsonl",
+            [*CHAT, {"messages": [{"role": "user", "text": "a"}]}],
+            "o.jsonl, line 41: .* and one has `role`, `text`",
+        ),
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
-        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "row 2: .* text in"),
+        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "line 2: .* text in"),
+        ("h.csv", ["Was it good?,yes", "Was it bad?,no"], "The first line is no heading"),
+        ("s.csv", ["text;label", "a;b"], "Columns are separated by ';'"),
+        ("j.json", [{"data": [{"text": "a"}] * 9}], "The rows stand in `data`: write that list alone"),
+        ("v.jsonl", [{"data": CHAT[0]}] * 9, "Name them: --messages_column data.messages"),
+        ("p.txt", ["%PDF-1.7"], "p.txt is a PDF"),
+        ("w.jsonl", [{**CHAT[0], "images": ["a.png"]}] * 9, "have `images`.*Use vision_language, or remove"),
+        ("y.jsonl", [{"prompt": "a", "completion": ""}] * 9, "`completion` is empty in all rows"),
+        ("u.jsonl", [{**CHAT[0], "tools": "no"}] * 9, "line 1: .*`tools` as a list or as JSON, and they are 'no'"),
+        ("g.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [{"f": 1}]}]}] * 9, "a `function` that has a"),
+        ("z.jsonl", [*CHAT, marked(weight=0)], "line 41: .* marked as not to be trained on .*--assistant_only"),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
@@ -258,6 +288,62 @@ def test_a_file_in_another_encoding_is_named_with_its_line(suffix, tmp_path):
     (tmp_path / f"old{suffix}").write_bytes((head + row % "plain" + row % "café" * 9).encode("latin1"))
     with pytest.raises(ConfigError, match=rf"line {2 + bool(head)} is not UTF-8 \(byte 0xe9\). Convert it: iconv"):
         splits(f"old{suffix}")
+
+
+def test_conversations_are_shown_to_the_chat_template_and_marked_turns_are_masked(model, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    refuses = AutoTokenizer.from_pretrained(model)
+    refuses.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    refuses.chat_template += tokenizer.chat_template
+    system = {"messages": [{"role": "system", "content": "s"}, *CHAT[0]["messages"]]}
+    shared = [{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}], "system": "s"}]
+    alpaca = [{"instruction": f"{n}", "output": "!", **({"system": "s"} if n == 7 else {})} for n in range(9)]
+    halves = [{"prompt": "?", name: CHAT[0]["messages"]} for name in ("chosen", "rejected")]
+    pairs = [halves[0] | halves[1] | {"chosen": system["messages"]}]
+    for number, rows in enumerate(([*CHAT[:17], {"messages": []}, system], shared * 3, alpaca, pairs * 3)):
+        data = lines(tmp_path / f"{number}.jsonl", rows)
+        columns = [{"chosen", "rejected"}] if rows == pairs * 3 else SFT
+        line = [19, 1, 8, 1][number]
+        with pytest.raises(ConfigError, match=rf"line {line}: .* turns that the chat template takes.*no system"):
+            splits(data, tokenizer=refuses, columns=columns, eval_strategy="no")
+    refuses.chat_template = "You are an assistant."
+    with pytest.raises(ConfigError, match=r"shows no turn of the user: '1\?' becomes 'You are"):
+        splits(lines(tmp_path / "c.jsonl", CHAT[1:]), tokenizer=refuses)
+    alone = [*CHAT, {"messages": CHAT[0]["messages"][:1]}]
+    with pytest.raises(ConfigError, match=r"line 41: .*a turn of the assistant, for --assistant_only_loss"):
+        splits(lines(tmp_path / "a.jsonl", alone), tokenizer=tokenizer, assistant_only_loss=True)
+    for name, off, on in (("weight", 0, 1), ("train", False, True), ("loss", False, True)):
+        row = marked(**{name: off})
+        row["messages"][3] = row["messages"][3] | {name: on}
+        data = lines(tmp_path / f"{name}.jsonl", [row] * 9)
+        training, held_out = splits(data, tokenizer=tokenizer, assistant_only_loss=True)
+        for part in (training, held_out):
+            trained = tokenizer.decode([label for label in part[0]["labels"] if label != -100])
+            assert "!" in trained and "BAD" not in trained, name
+            assert "BAD" in tokenizer.decode(part[0]["input_ids"])
+
+
+def test_words_of_a_csv_are_words_and_splits_and_images_are_those_that_are_there(tmp_path):
+    (tmp_path / "t.csv").write_text("text\n" + "NA\nNone\nnull\n\n" * 10)
+    assert set(splits("t.csv", eval_strategy="no")[0]["text"]) == {"NA", "None", "null"}
+    script = ScriptArguments(dataset_name="t.csv", dataset_test_split="nosuch")
+    with pytest.raises(ConfigError, match=r"no split 'nosuch', only train. Name one with --dataset_test_split"):
+        scripting.load_splits(script, trainer_arguments(), columns=SFT)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    Image.new("RGB", (4, 4)).save(folder / "a.png")
+    (folder / "bad.png").write_bytes(b"no image")
+    for count, picture, said in ((1, "a.png", ""), (1_100, "b.png", "no file here"), (1_100, "bad.png", "be read as")):
+        rows = [{"images": [picture if n == count - 1 else "a.png"], **CHAT[0]} for n in range(count)]
+        data = lines(folder / "rows.jsonl", rows)
+        if said:
+            with pytest.raises(
+                ConfigError, match=rf"line 1100: .* images that can be opened, and .*{picture}' .*{said}"
+            ):
+                splits(data, columns=[{"images", "messages"}], eval_strategy="no")
+        else:
+            training, _ = splits(data, columns=[{"images", "messages"}], eval_strategy="no")
+            assert training[0]["images"] == [str(folder / "a.png")]
 
 
 def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path):
@@ -311,7 +397,7 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
     in_parts = [{"type": "text", "text": "?"}, {"type": "text", "text": "!"}]
     assert first({"messages": [{"role": "Human", "content": in_parts}]}) == [question | {"content": "?!"}]
     assert first({"messages": [question, answer], "prompt": "x", "labels": 1}) == [question, answer]
-    assert ".jsonl: left out next to messages: labels, prompt" in capsys.readouterr().out
+    assert ".jsonl: not used: labels, prompt" in capsys.readouterr().out
 
 
 def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(tmp_path):
@@ -332,12 +418,13 @@ def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
     with pytest.raises(ConfigError, match=r"cannot be mixed: some of `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
+    Image.new("RGB", (4, 4)).save("a.png")
     one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
     wanted = [{"images", "messages"}, {"image", "messages"}]
     for name, rows in (("image", one), ("images", many)):
         data = lines(tmp_path / f"{name}.jsonl", rows)
         training, _ = splits(data, named={"image": "picture"}, columns=wanted)
-        assert set(training.column_names) == {name, "messages"}
+        assert set(training.column_names) == {name, "messages"} and str(tmp_path / "a.png") in str(training[0][name])
     parts = [lines(tmp_path / f"{name}.jsonl", [{name: name}] * 40) for name in ("text", "body")]
     training, _ = splits(",".join(parts), named={"text": "body"})
     assert set(training["text"]) == {"text", "body"}
@@ -436,6 +523,19 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
     with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
+    with pytest.raises(ConfigError, match=r"modules k_prog: LlamaForCausalLM has .* did you mean k_proj"):
+        check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "k_prog"]})
+    with pytest.raises(ConfigError, match=r"--lora_modules_to_save lm_hed: .* did you mean lm_head"):
+        check(model, CHAT, model_options=adapter | {"lora_modules_to_save": ["lm_hed"]})
+    bare = AutoTokenizer.from_pretrained(model)
+    bare.pad_token = bare.eos_token = None
+    with pytest.raises(ConfigError, match=r"neither a padding token nor one of the end. Name some .* with --pad_token"):
+        check(model, text, bare)
+    Path("o").mkdir()
+    Path("o/merged").symlink_to(model)
+    for name, folder in ((model, model), (model, "o")):
+        with pytest.raises(ConfigError, match=r"--model_name_or_path .* is there, and would be destroyed"):
+            check(name, CHAT, output_dir=folder)
     with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
@@ -450,6 +550,8 @@ def test_prepared_rows_are_looked_at_and_lists_of_model_arguments_are_read(capsy
     for rows in (masked, []):
         with pytest.raises(ConfigError, match=r"All labels of the first rows are masked within --max_length 3"):
             check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
+    check_prepared_rows(SimpleNamespace(args=args, train_dataset=[{"input_ids": [1], "labels": [2]}] * 15), 40)
+    assert "25 of 40 rows have no answer within --max_length 3: 15 are trained on" in capsys.readouterr().out
     rows = [*masked, {"input_ids": [1, 2], "labels": [-100, 2]}]
     check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
     assert "4 of the first 5 rows fill --max_length 3; longer rows are cut there" in capsys.readouterr().out
@@ -497,7 +599,7 @@ def test_options_that_would_fail_after_loading(model, tmp_path, options, message
         check(model, CHAT, **options)
 
 
-def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path):
+def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path, capsys):
     def refused(name, message):
         with pytest.raises(CheckpointError, match=message):
             scripting.load_tokenizer(ModelArguments(model_name_or_path=str(name)), trainer_arguments())
@@ -526,6 +628,16 @@ def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path)
     assert loaded("chat.jinja").chat_template == "{{ messages }}"
     with pytest.raises(ConfigError, match=r"chat.j2: no such file"):
         loaded("chat.j2")
+    own = json.loads((Path(model) / "tokenizer.json").read_text())
+    own["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "\\n"}, "behavior": "Isolated", "invert": False}
+    shutil.copytree(model, tmp_path / "split")
+    (tmp_path / "split" / "tokenizer.json").write_text(json.dumps(own))
+    config = json.loads((Path(model) / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+    (tmp_path / "split" / "tokenizer_config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    for name, says in ((model, False), (str(tmp_path / "split"), True)):
+        scripting.load_tokenizer(ModelArguments(model_name_or_path=name), trainer_arguments())
+        assert ("splits texts otherwise than its tokenizer.json" in capsys.readouterr().out) == says
     other = AutoTokenizer.from_pretrained(model)
     other.chat_template = "<|start|>{{ messages }}"
     other.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
@@ -607,6 +719,13 @@ def test_a_bar_has_the_lines_of_logs_above_it_and_no_dictionaries(capsys, monkey
     (line,) = written
     assert line.startswith("step 5 of 10: loss 2.500, ") and capsys.readouterr().out == ""
     assert "can do" not in line
+    lines.on_log(args, state, None, logs={"loss": 0.0, "frac_reward_zero_std": 1.0})
+    assert "same reward, so that nothing is learnt" in written[-1]
+    best = SimpleNamespace(metric_for_best_model="acuracy")
+    with pytest.raises(ConfigError, match="best_model acuracy: no evaluation gives it: did you mean eval_accuracy"):
+        lines.on_evaluate(best, state, None, metrics={"eval_accuracy": 1.0, "eval_loss": 1.0})
+    best.metric_for_best_model = "loss"
+    lines.on_evaluate(best, state, None, metrics={"eval_loss": 1.0})
     lines.possible, lines.last = 1000.0, (lines.last[0] - 2, 0, 4)
     lines.on_log(args, state, None, logs={"loss": 2.5, "num_tokens": 1000})
     speed, share = re.search(r"([\d,]+) tokens/s.* (\d+)% of what these GPUs can do", written[-1]).groups()
