@@ -65,15 +65,18 @@ def _say_other_pieces(tokenizer: Any, name: str, revision: str | None) -> None:
     """Say it where the class of a tokenizer splits texts otherwise than its tokenizer.json, which it replaces."""
     if rank_and_size()[0] > 0 or getattr(tokenizer, "backend_tokenizer", None) is None:
         return
-    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
-    if path is None:
+    quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    if (path := cached_file(name, "tokenizer.json", revision=revision, **quietly)) is None:
         return
-    own, files = (one.encode(_PIECES).tokens for one in (tokenizer.backend_tokenizer, Tokenizer.from_file(path)))
-    if own != files:
+    pair = tokenizer.backend_tokenizer, Tokenizer.from_file(path)
+    pair[1].no_truncation()
+    pieces = [one.pre_tokenizer and one.pre_tokenizer.pre_tokenize_str(_PIECES) for one in pair]
+    own, file = (one.encode(_PIECES, add_special_tokens=False).tokens for one in pair)
+    if own != file or (all(pieces) and pieces[0] != pieces[1]):
         print(
-            f"{name}: {type(tokenizer).__name__} splits texts otherwise than its tokenizer.json, whose rules the run "
-            'saves no more. If the model was trained with these, give tokenizer_config.json "tokenizer_class": '
-            '"PreTrainedTokenizerFast"'
+            f"{name}: {type(tokenizer).__name__} has another pre-tokenizer than tokenizer.json, and the run saves its "
+            'own. If the model was trained with that of the file, set "tokenizer_class": "PreTrainedTokenizerFast" in '
+            "tokenizer_config.json"
         )
 
 

@@ -637,7 +637,7 @@ def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path,
     capsys.readouterr()
     for name, says in ((model, False), (str(tmp_path / "split"), True)):
         scripting.load_tokenizer(ModelArguments(model_name_or_path=name), trainer_arguments())
-        assert ("splits texts otherwise than its tokenizer.json" in capsys.readouterr().out) == says
+        assert ("has another pre-tokenizer than tokenizer.json" in capsys.readouterr().out) == says
     other = AutoTokenizer.from_pretrained(model)
     other.chat_template = "<|start|>{{ messages }}"
     other.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
