@@ -211,8 +211,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         given = [word.partition("=")[0] for word in words if word[:1] == "-"]
         if (key := next((key for key in file if key not in known), None)) is not None:
             raise _unknown(str(key), known, f"--config {options.config}: ")
-        self.given = {word.lstrip("-").replace("-", "_") for word in given} | {*file}
-        if other := next((word for word in given if word.lstrip("-").replace("-", "_") in _ELSEWHERE), None):
+        self.given = {_plain(word) for word in given} | {*file}
+        if other := next((word for word in given if _plain(word) in {*_ELSEWHERE} - (known & {*_OURS})), None):
             raise _unknown(other, names)
         self.set_defaults_with_config(**file)
         for action in self._actions:
@@ -251,8 +251,11 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print after 150 lines of usage."""
         option, _, rest = message.removeprefix("argument ").partition(": ")
+        if found := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", rest):
+            choices = re.findall("'(.*?)'", found[2])
+            rest = f"there is no {found[1]}{did_you_mean(found[1], choices)}".removesuffix(".")
         rest = rest.replace("expected one argument", "give a value; a switch takes true or false")
-        raise ConfigError(f"{option.split('/')[0]}: {rest}." if rest else f"{message}.")
+        raise ConfigError(f"{option.split('/')[0]}: {rest}{'.' * (rest[-1] != '?')}" if rest else f"{message}.")
 
     def print_help(self, file: Any = None) -> None:
         """Print the help once for each machine."""
@@ -285,7 +288,7 @@ _ELSEWHERE = dict.fromkeys(_OF_LAUNCHER, f"{_FILE}`accelerate launch` takes it."
 _ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
 _ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
 _OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
-_OURS["max_seq_length"] = "max_length"
+_OURS |= {"max_seq_length": "max_length", "max_length": "max_completion_length"}
 _ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in _OURS.items()}
 """Names of the launcher's options, of other programs', and where each belongs."""
 
@@ -308,7 +311,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _unknown(name: str, known: Iterable[str], where: str = "") -> ConfigError:
     """The error of a name that no option has."""
     near = f"is no option of this recipe{did_you_mean(name, known, otherwise='; --help lists all.')}"
-    return ConfigError(f"{where}{name} {_ELSEWHERE.get(name.lstrip('-').replace('-', '_'), near)}")
+    return ConfigError(f"{where}{name} {_ELSEWHERE.get(_plain(name), near)}")
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
 
 
 def _value(parsed: Iterable[Any], name: str) -> Any:
@@ -334,9 +341,22 @@ def _complete(training: Any, default_folder: str) -> None:
         training.output_dir = folders[-2:][0] if training.resume_from_checkpoint is True else folders[-1]
 
 
-_LEAST = {"max_length": 2, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "lora_r": 1}
-_LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0, "lora_alpha": 1}
-_LEAST |= dict.fromkeys(("max_grad_norm", "weight_decay", "beta", "warmup_steps", "lora_dropout", "temperature"), 0)
+_LEAST: dict[str, float] = {
+    "max_length": 2,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "lora_r": 1,
+}
+_LEAST |= {
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "learning_rate": 0,
+    "lora_alpha": 1,
+    "temperature": 0.01,
+}
+_LEAST |= dict.fromkeys(
+    ("max_grad_norm", "weight_decay", "beta", "warmup_steps", "lora_dropout", "neftune_noise_alpha"), 0
+)
 _LEAST |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing", "label_smoothing_factor"), 0)
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
@@ -351,8 +371,9 @@ def _losses_of(parsed: tuple[Any, ...]) -> set[str]:
     parts = (kind.__module__ for one in parsed if hasattr(one, "loss_type") for kind in type(one).__mro__)
     config = next((name for name in parts if name.startswith("trl.") and name.endswith("_config")), None)
     spec = find_spec(config.removesuffix("config") + "trainer") if config else None
-    lines = re.findall(r"loss_type (?:==|in) (.+)", Path(spec.origin).read_text()) if spec and spec.origin else []
-    return {name for line in lines for name in re.findall(r'"(\w+)"', line)}
+    text = Path(spec.origin).read_text() if spec and spec.origin else ""
+    compared = re.findall(r'loss_type (?:==|in) (\[.*?\]|"\w+")', text)
+    return {name for names in compared for name in re.findall(r'"(\w+)"', names)}
 
 
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
@@ -363,6 +384,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
     stops, evaluates = get("early_stopping_patience") is not None, get("eval_strategy") != "no"
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
+    is_folder = get("model_revision") is not None and model is not None and Path(model).is_dir()
     no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
     mistakes: list[tuple[Any, str]] = [
         (get(name) is not None and float(get(name)) < least, f"--{name}: give at least {least}.")
@@ -384,7 +406,14 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
     mistakes += [
         (weights and len(weights) != count, f"--reward_weights: give one for each reward, of which there are {count}."),
         ("lora_task_type" in of_adapters and get("lora_task_type") != task_type, f"{task}: leave it out."),
-        (get("num_train_epochs") == 0 and no_steps, "--num_train_epochs 0 trains nothing: give 1, or --max_steps."),
+        (
+            (get("num_train_epochs") or 0) <= 0 and no_steps,
+            "--num_train_epochs trains nothing: give 1, or --max_steps.",
+        ),
+        (
+            get("model_revision") != "main" and is_folder,
+            f"--model_revision is for a hub name, and {model} is a folder.",
+        ),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),

@@ -117,6 +117,10 @@ def _check_output(training: Any, model_args: Any) -> None:
     checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
+    if resume and resume is not True and not Path(resume, "trainer_state.json").is_file():
+        raise ConfigError(
+            f"--resume_from_checkpoint {resume}: no checkpoint of a run. Give a checkpoint-N folder, or true."
+        )
     if resume is True and not checkpoints:
         raise ConfigError(f"--resume_from_checkpoint true: --output_dir {folder} holds no checkpoint. Give that run's.")
     if not resume and checkpoints:
@@ -275,14 +279,18 @@ def _check_targets(model: Any, model_args: Any) -> None:
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
-    for option, matched in (("lora_target_modules", linear), ("lora_modules_to_save", [*dict(model.named_modules())])):
+    modules, parameters = (dict(of) for of in (model.named_modules(), model.named_parameters()))
+    for option, there in (
+        ("lora_target_modules", {*linear}),
+        ("lora_modules_to_save", {*modules}),
+        ("lora_target_parameters", {*parameters}),
+    ):
         chosen = getattr(model_args, option)
         for name in chosen if isinstance(chosen, list) and chosen != ["all-linear"] else ():
-            if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
-                ends = {key.rsplit(".", 1)[-1] for key in matched}
-                raise ConfigError(
-                    f"--{option} {name}: {type(model).__name__} has no such module{did_you_mean(name, ends)}"
-                )
+            if not any(key == name or key.endswith(f".{name}") for key in (*there, *modules)):
+                ends = {key.rsplit(".", 1 + name.count("."))[-1] for key in there}
+                near = did_you_mean(name, ends, otherwise=".")
+                raise ConfigError(f"--{option} {name}: {type(model).__name__} has none of that name{near}")
     say_what_has_none(adapted)
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(

@@ -93,13 +93,14 @@ def load_splits(
     chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
     options = [f"--{name}_column" for name in chosen] or ["--dataset_columns"] * hasattr(script, "dataset_columns")
     chats = Chats(tokenizer, training, is_stream=script.dataset_streaming)
-    is_for_rewards = hasattr(script, "reward_funcs")  # which take whatever is next to the prompt
+    # columns of which nothing is to be said: all where rewards take whatever is next to the prompt
+    known = None if hasattr(script, "reward_funcs") else {str(column).split(".")[0] for column in chosen.values()}
 
     def converted(parts: Mapping[str, Any]) -> Any:
         ready = {}
         for name, part in parts.items():
             named = with_names_of_recipe(part, name, chosen, _columns(part), text=text, is_mixed=len(parts) > 1)
-            ready[name] = _converted(named, name, columns, text, options, chats, names_rest=not is_for_rewards)
+            ready[name] = _converted(named, name, columns, text, options, chats, known=known)
         return _mixed(ready, streaming=script.dataset_streaming)
 
     rank, ranks = rank_and_size()
@@ -148,7 +149,7 @@ def load_splits(
 
 
 def _refused(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"--dataset_name {name}: {reason}.")
+    return ConfigError(f"--dataset_name {name}: {reason}{'.' * (reason[-1] != '?')}")
 
 
 def _splits_of(name: str, script: Any) -> Any:
@@ -266,7 +267,7 @@ def _converted(
     options: list[str],
     chats: Chats,
     *,
-    names_rest: bool,
+    known: AbstractSet[str] | None,
 ) -> Any:
     """The dataset with one set of the needed columns, without empty rows; alpaca and ShareGPT are converted."""
     columns = _columns(dataset)
@@ -276,7 +277,7 @@ def _converted(
             raise _refused(name, f"{has}. Use vision_language, or remove that column")
         dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text, chats)
         kept = used | ({"prompt", "margin"} if "chosen" in used else set()) | (_READ_TOO if used & _WORDS else set())
-        rest = sorted(_columns(dataset) - kept) if names_rest else []
+        rest = sorted(_columns(dataset) - kept - known) if known is not None else []
         if rest and rank_and_size()[0] == 0:
             print(f"{name}: not used: {listed(rest)}")
         if surplus := sorted({*rest} & _OF_TRL):
@@ -289,7 +290,7 @@ def _converted(
         turned = partial(with_turns, columns=["conversations"], keeps_parts=bool(columns & _IMAGES))
         dataset = _checked(dataset, name, used, {"conversations"}, text, chats, turned)
         dataset = dataset.rename_column("conversations", "messages")
-        return _converted(dataset.remove_columns(sorted(columns & {"system"})), **again, names_rest=names_rest)
+        return _converted(dataset.remove_columns(sorted(columns & {"system"})), **again, known=known)
     pairs = {"prompt", "completion"} in map(set, needed)
     question = next((pair for pair in _ALPACA if pair <= columns), None)
     if question is not None and (pairs or {"messages"} in map(set, needed)):
@@ -299,7 +300,7 @@ def _converted(
         dataset = _checked(dataset, name, question, worded, text, chats, partial(from_alpaca, **keywords))
         dataset = dataset.map(from_alpaca, fn_kwargs=keywords)
         dataset = dataset.remove_columns(sorted(columns & {ask, answer, "input", "system", "history"}))
-        return _converted(dataset, **again, names_rest=names_rest)
+        return _converted(dataset, **again, known=known)
     has = f"it has the columns {', '.join(sorted(columns))}; none can be trained on"
     raise _refused(name, f"{has}. {_cure(dataset, needed, options)}")
 
@@ -308,6 +309,9 @@ def _cure(dataset: Any, needed: Sequence[AbstractSet[str]], options: list[str]) 
     """A cure for a dataset of other columns: where rows stand one level down, or the file has no such columns at all;
     else the nearest name, and the formats that the recipe takes."""
     columns, row = _columns(dataset), dict(next(iter(dataset), {}))
+    if options == ["--dataset_columns"]:
+        absent = min(needed[0] - columns)
+        return f"--dataset_columns {absent}{did_you_mean(absent, columns)}"
     inside = [(name, value[0] if isinstance(value, list) and value else value) for name, value in row.items()]
     for name, value in inside:
         if isinstance(value, Mapping) and any(one <= value.keys() for one in needed):
@@ -315,6 +319,9 @@ def _cure(dataset: Any, needed: Sequence[AbstractSet[str]], options: list[str]) 
             if isinstance(row[name], list):
                 return f"The rows stand in `{name}`: write that list alone, or a row in each line of a .jsonl file"
             return f"Name them: {' '.join(f'--{each}_column {name}.{each}' for each in sorted(found))}"
+        for key, part in value.items() if isinstance(value, Mapping) and {"messages"} in needed else ():
+            if isinstance(part, list) and part and isinstance(part[0], Mapping) and {"role", "from"} & part[0].keys():
+                return f"Name its turns: --messages_column {name}.{key}"
     if len(columns) == 1 and (mark := next((mark for mark in ";\t|" if mark in min(columns)), None)):
         return f"Columns are separated by {mark!r}, and a .csv has commas: write it so (.tsv has tabs)"
     if any(name.rstrip()[-1:] in (".", "?", "!") or name.count(" ") > 4 for name in columns):

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers.utils.hub import cached_file
 
@@ -132,6 +133,9 @@ class Chats:
                 continue
             try:
                 shown = self.tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **kwargs)
+            except TemplateSyntaxError as error:
+                reason = f"line {error.lineno} of the chat template is no Jinja: {first_line(error)}"
+                raise ConfigError(f"{reason}. Mend it, or give another --chat_template_path.") from error
             except Exception as error:  # a template is a program, whose errors are of any kind
                 raise ValueError(f"turns that the chat template takes, and it says: {first_line(error)}") from error
             self.seen.add(kind)
@@ -208,7 +212,8 @@ def _set_template(target: Any, tokenizer: Any, training: Any) -> None:
     training.chat_template_path = None
     option = f"--chat_template_path {path}"
     if Path(path).is_file():
-        target.chat_template = Path(path).read_text(encoding="utf-8")
+        with library_errors(f"{option}: no template in UTF-8", "Mend it.", ConfigError):
+            target.chat_template = Path(path).read_text(encoding="utf-8")
         return
     if Path(path).suffix in (".jinja", ".j2", ".txt"):
         raise ConfigError(f"{option}: no such file.")

@@ -96,13 +96,16 @@ def splits(name: str, *, dataset_streaming=False, named: dict | None = None, col
         ("--mixed-precision=bf16", "or the script --bf16 true."),
         ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --conf"),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
-        ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
+        ("--num_train_epochs 0", "--num_train_epochs trains nothing"),
         ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
         ("--deepspeed ds.json", "--deepspeed is not used: FSDP2 shards here"),
         ("--use_peft --lora_r 0", "--lora_r: give at least 1."),
         ("--use_peft --lora_alpha 0", "--lora_alpha: give at least 1."),
         ("--max_grad_norm -1 --adam_beta2 1.5", "max_grad_norm: give at least 0. --adam_beta2: give less than 1."),
         ("--use_peft --lora_task_type SEQ_CLS", "--lora_task_type SEQ_CLS .* leave it out"),
+        ("--lr_scheduler_type cosinus", r"--lr_scheduler_type: there is no cosinus: did you mean cosine\?$"),
+        ("--num_train_epochs -1", "--num_train_epochs trains nothing"),
+        ("--model_name_or_path . --dataset_name a --model_revision b", r"for a hub name, and \. is a folder"),
         ("--save_steps 0", "--save_steps 0 keeps no checkpoint on the way"),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
@@ -241,6 +244,7 @@ def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatc
         ("h.csv", ["Was it good?,yes", "Was it bad?,no"], "The first line is no heading"),
         ("s.csv", ["text;label", "a;b"], "Columns are separated by ';'"),
         ("j.json", [{"data": [{"text": "a"}] * 9}], "The rows stand in `data`: write that list alone"),
+        ("q.jsonl", [{"d": {"x": CHAT[0]["messages"]}}] * 9, r"Name its turns: --messages_column d\.x"),
         ("v.jsonl", [{"data": CHAT[0]}] * 9, "Name them: --messages_column data.messages"),
         ("p.txt", ["%PDF-1.7"], "p.txt is a PDF"),
         ("w.jsonl", [{**CHAT[0], "images": ["a.png"]}] * 9, "have `images`.*Use vision_language, or remove"),
@@ -306,6 +310,9 @@ def test_conversations_are_shown_to_the_chat_template_and_marked_turns_are_maske
         line = [19, 1, 8, 1][number]
         with pytest.raises(ConfigError, match=rf"line {line}: .* turns that the chat template takes.*no system"):
             splits(data, tokenizer=refuses, columns=columns, eval_strategy="no")
+    refuses.chat_template = "{% for %}"
+    with pytest.raises(ConfigError, match="line 1 of the chat template is no Jinja"):
+        splits(lines(tmp_path / "j.jsonl", CHAT), tokenizer=refuses)
     refuses.chat_template = "You are an assistant."
     with pytest.raises(ConfigError, match=r"shows no turn of the user: '1\?' becomes 'You are"):
         splits(lines(tmp_path / "c.jsonl", CHAT[1:]), tokenizer=refuses)
@@ -523,8 +530,10 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, CHAT, model_options=adapter | {"lora_target_modules": ["all-linear"]})
     with pytest.raises(ConfigError, match=r"'c_attn'.* not found .*Linear layers of LlamaForCausalLM: q_proj, k_proj"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["c_attn"]})
-    with pytest.raises(ConfigError, match=r"modules k_prog: LlamaForCausalLM has .* did you mean k_proj"):
+    with pytest.raises(ConfigError, match=r"modules k_prog: LlamaForCausalLM has none .* did you mean k_proj"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "k_prog"]})
+    with pytest.raises(ConfigError, match=r"--lora_target_parameters experts.foo: LlamaForCausalLM has none"):
+        check(model, CHAT, model_options=adapter | {"lora_target_parameters": ["experts.foo"]})
     with pytest.raises(ConfigError, match=r"--lora_modules_to_save lm_hed: .* did you mean lm_head"):
         check(model, CHAT, model_options=adapter | {"lora_modules_to_save": ["lm_hed"]})
     bare = AutoTokenizer.from_pretrained(model)
@@ -587,6 +596,7 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
         ({"optim": "adalomo"}, "--optim adalomo needs whole gradients"),
         ({"optim": "grokadamw"}, r"--optim grokadamw: .*pip install grokadamw"),
         ({"resume_from_checkpoint": "nope"}, "no such folder"),
+        ({"resume_from_checkpoint": "."}, r"\.: no checkpoint of a run"),
         ({"resume_from_checkpoint": True}, "out holds no checkpoint"),
         ({"output_dir": "file/out"}, "--output_dir file/out: Not a directory. Give a folder that"),
         ({"output_dir": "/proc/nope"}, "--output_dir /proc/nope: No such file .* Give a folder that"),
