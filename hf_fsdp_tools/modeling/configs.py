@@ -12,9 +12,11 @@ from typing import Any
 
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import replaced
+from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -167,18 +169,48 @@ def _class_of_kind(config: PreTrainedConfig) -> Any:
     return getattr(hf, remote, None)
 
 
-# ---- the keys of transformers 4 ----
+# ---- what other readers look for in config.json ----
 
 
 def write_older_keys(config: PreTrainedConfig, folder: Path) -> None:
     """Put the keys of transformers 4 next to those of 5 in the `config.json` that transformers wrote to a folder.
 
-    transformers 4 and mlx-lm know no `rope_parameters` and compute with defaults instead, without an error.
+    transformers 4, mlx-lm, vLLM and llama.cpp know no `rope_parameters` and other names of layers, and compute with
+    defaults instead or fail. Whatever the file of the base has under other names stays, where it says the same.
     """
     file = folder / "config.json"
     content = json.loads(file.read_text())
-    _add_older_keys(config, content)
+    base = _file_of_base(config.name_or_path)
+    _add_older_keys(config, content, base if base.get("model_type") == config.model_type else {})
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer or a processor as transformers does, but under the names of transformers 4: no class is called
+    TokenizersBackend there, other special tokens are no `extra_special_tokens`, and those with a name are."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    renamed = {name: value for name, value in content.items() if value != "TokenizersBackend"}
+    if renamed != content:
+        words = getattr(tokenizer, "tokenizer", tokenizer)
+        was = _file_of_base(words.name_or_path, file.name).get("tokenizer_class", "")
+        renamed["tokenizer_class"] = was if was.endswith("Fast") else "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        renamed["additional_special_tokens"] = renamed.pop("extra_special_tokens")
+    if named := renamed.pop("model_specific_special_tokens", None):
+        renamed["extra_special_tokens"] = named
+    if renamed != content:
+        file.write_text(json.dumps(renamed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _file_of_base(name: str | None, file: str = "config.json") -> dict[str, Any]:
+    """A file of the folder or repository that something was read from; empty where it is not at hand any more."""
+    quietly = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    path = cached_file(name, file, local_files_only=True, **quietly) if name else None
+    return {} if path is None else dict(read_json_object(Path(path)))
 
 
 @contextmanager
@@ -194,14 +226,53 @@ def with_older_keys() -> Iterator[None]:
         yield
 
 
-def _add_older_keys(config: PreTrainedConfig, content: dict[str, Any]) -> None:
+def _add_older_keys(config: PreTrainedConfig, content: dict[str, Any], base: Any) -> None:
     now = config.to_dict()
+    base = base if isinstance(base, dict) else {}
     for name, part in vars(config).items():
         if isinstance(part, PreTrainedConfig) and name in content:
-            _add_older_keys(part, content[name])
+            _add_older_keys(part, content[name], base.get(name))
+    if base:
+        _add_keys_of_base(config, content, base)
     if config.attribute_map.get("num_experts") == "num_local_experts":
         content["num_experts"] = now["num_local_experts"]
     content |= next((keys for keys in _older_ropes(now) if _reads_the_same(type(config), now, keys)), {})
+
+
+def _add_keys_of_base(config: PreTrainedConfig, content: dict[str, Any], base: dict[str, Any]) -> None:
+    """Give a file the keys that the file of its base has otherwise and that say what it says; and `use_cache`, which
+    trainers turn off, as it was.
+
+    A key says what values of the configuration change without it, and these must be as in the base still.
+    """
+    kind, ours = type(config), dict(content)
+    was, now = _read(kind, base), _read(kind, ours)
+    for key in base.keys() - {"transformers_version"} if was and now else ():
+        if ours.get(key, _ABSENT) == base[key]:
+            continue
+        others = _read(kind, {name: value for name, value in base.items() if name != key})
+        says = {name for name in was if others.get(name, _ABSENT) != was[name]} if others else {key} & was.keys()
+        as_it_was = all(now.get(name, _ABSENT) == was[name] for name in says)
+        if as_it_was and (says or key in ours or getattr(config, key, _ABSENT) == base[key]):
+            again = _read(kind, {**ours, key: base[key]})
+            if again and {**again, key: None} == {**now, key: None} and again.get(key) == now.get(key, again.get(key)):
+                content[key] = base[key]
+    if "use_cache" in content and "use_cache" in was:
+        content["use_cache"] = was["use_cache"]
+
+
+_ABSENT = object()
+
+
+def _read(kind: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """All values of a configuration by those of a file; empty where its class refuses these."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            # files have no infinity, and transformers writes {"__float__": "Infinity"}
+            read: dict[str, Any] = kind.from_dict(kind._decode_special_floats(copy.deepcopy(values))).to_dict()
+    except Exception:  # of its checks of values: it does not know these keys
+        return {}
+    return read
 
 
 def _older_ropes(now: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -227,10 +298,8 @@ def _older_ropes(now: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _reads_the_same(kind: type[PreTrainedConfig], now: dict[str, Any], keys: dict[str, Any]) -> bool:
     """Whether a class reads the same configuration with older keys, and from them instead of `rope_parameters`."""
     alone = {key: value for key, value in now.items() if key != "rope_parameters"} | keys
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            read = [kind.from_dict(copy.deepcopy(each)).to_dict() for each in (now, now | keys, alone)]
-    except Exception:  # of its checks of values: it does not know these keys
+    read = [_read(kind, each) for each in (now, now | keys, alone)]
+    if not all(read):
         return False
     is_left = any("theta" in key or "base" in key for key in (read[-1].keys() - read[0].keys()) & keys.keys())
     plain, *others = [{key: value for key, value in each.items() if key not in keys} for each in read]

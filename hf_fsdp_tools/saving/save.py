@@ -28,7 +28,7 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer,
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import whole_generation_config, write_older_keys
+from hf_fsdp_tools.modeling.configs import save_tokenizer, whole_generation_config, write_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import refuse_cast, with_stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
@@ -360,7 +360,7 @@ def _stage_configs(
             if model.can_generate():
                 whole_generation_config(model).save_pretrained(new)
         if tokenizer is not None:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, new)
     if card:
         model_card_of(model).save(new / CARD)
 

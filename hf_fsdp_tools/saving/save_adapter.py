@@ -15,6 +15,7 @@ from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
+from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
@@ -49,7 +50,7 @@ def save_adapter(
                         shutil.copyfile(folder / CARD, hidden.new / CARD)
                     model.save_pretrained(str(hidden.new), state_dict=tensors)  # type: ignore[operator]  # PEFT's own
                     if tokenizer is not None:
-                        tokenizer.save_pretrained(hidden.new)
+                        save_tokenizer(tokenizer, hidden.new)
                 names = hidden.new_names()
                 publish_adapter(hidden)
                 hidden.end()  # before any rank goes on

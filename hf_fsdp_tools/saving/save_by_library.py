@@ -17,6 +17,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
+from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.publish import SaveReport
@@ -63,7 +64,7 @@ def save_by_library(
                 with library_errors(f"Cannot save the model to {str(folder)!r}", UNCHANGED), _alone(model, gathered):
                     places = _save(model, inside, staging)
                     if tokenizer is not None:
-                        tokenizer.save_pretrained(staging)
+                        save_tokenizer(tokenizer, staging)
                     if card and not (staging / CARD).exists() and not (folder / CARD).exists():
                         model_card_of(model).save(staging / CARD)
             places = all_ranks(places, "saving the files of the model's library")[0]

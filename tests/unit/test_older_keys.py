@@ -1,18 +1,24 @@
 """`config.json` holds the keys of transformers 4 beside those of 5, which reads it as before."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools import export_checkpoint
-from hf_fsdp_tools.modeling.configs import write_older_keys
+from hf_fsdp_tools.modeling.configs import save_tokenizer, write_older_keys
 from tests._checkpoints import make_model, tiny_config
 from tests._round_trip import OLDER_KEYS
 from tests.census.defaults import CONFIG_MAPPING, build_config
+from tests.readers import compare, equal_tokens, equal_values
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8}
@@ -107,6 +113,60 @@ def test_models_inside_have_keys_of_their_own_and_exports_write_both(tmp_path: P
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written.items() >= (NO_SCALING | {"num_experts": 4, "num_local_experts": 4}).items()
     assert written["rope_parameters"] == DEFAULT
+
+
+HUB: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("granitemoehybrid", {"num_hidden_layers": 2}, {"layer_types": ["mamba", "attention"]}),
+    ("zamba2", {"num_hidden_layers": 2}, {"layers_block_type": ["mamba", "hybrid"]}),
+    ("nemotron_h", {}, {"hybrid_override_pattern": "M*", "num_hidden_layers": 2}),
+    ("llama", {}, {"torch_dtype": "bfloat16", "rope_theta": 7.0, "use_cache": True}),
+]
+"""Model types, and what the files of the hub have under other names."""
+
+
+@pytest.mark.parametrize(("model_type", "more", "hub"), HUB)
+def test_names_of_the_base_stay_as_long_as_they_say_what_is_saved(
+    tmp_path: Path, model_type: str, more: dict[str, Any], hub: dict[str, Any]
+) -> None:
+    content = {"model_type": model_type, "vocab_size": 64, "use_cache": True} | more | hub
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(content))
+    config = hf.AutoConfig.from_pretrained(tmp_path / "base")
+    config.use_cache = False  # as the Trainer does
+    written = saved(config, tmp_path / "out")
+    assert {key: written.get(key) for key in hub} == hub and written["use_cache"] is True
+    config.use_cache = True
+    assert equal_values(hf.AutoConfig.from_pretrained(tmp_path / "out"), config)
+    if model_type == "llama":
+        config.rope_parameters["rope_theta"], config.dtype = 9.0, "float32"
+        written = saved(config, tmp_path / "other")
+        assert (written["rope_theta"], written["dtype"], written.get("torch_dtype")) == (9.0, "float32", None)
+
+
+def test_tokenizers_have_names_of_transformers_4(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"<a>": 0, "<b>": 1, "c": 2}, unk_token="<a>"))
+    special = {"unk_token": "<a>", "extra_special_tokens": ["<b>"]}
+    save_tokenizer(hf.PreTrainedTokenizerFast(tokenizer_object=words, **special), tmp_path / "base")
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "base")
+    save_tokenizer(tokenizer, tmp_path / "out")
+    content = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert (content["tokenizer_class"], content["additional_special_tokens"]) == ("PreTrainedTokenizerFast", ["<b>"])
+    assert "extra_special_tokens" not in content
+    assert equal_tokens(hf.AutoTokenizer.from_pretrained(tmp_path / "out"), tokenizer)
+
+
+@pytest.mark.nightly
+def test_an_older_transformers_reads_what_is_saved_here(tmp_path: Path) -> None:
+    """transformers 4.57.6 in an environment of its own: `OLDER_PYTHON`, or one that is made here."""
+    python = os.environ.get("OLDER_PYTHON", str(tmp_path / "older/bin/python"))
+    if not Path(python).exists():
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "older"], check=True)
+        install = [python, "-m", "pip", "install", "-q", "transformers==4.57.6", "torch==2.13.0"]
+        if (done := subprocess.run(install, capture_output=True, text=True, check=False)).returncode:
+            pytest.skip(f"transformers 4.57.6 cannot be installed here: {done.stderr[-200:]}")
+    found = compare(python, tmp_path)
+    keys = {one.split(":")[0].rsplit(".", 1)[-1] for different in found.values() for one in different}
+    assert len(found) > 380 and keys <= {"tie_word_embeddings", "eos_token_id", "bos_token_id"}, "defaults that changed"
 
 
 @pytest.mark.nightly
