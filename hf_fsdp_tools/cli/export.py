@@ -39,6 +39,7 @@ def add_export(commands: Any) -> None:
     add("source", metavar="STATE", nargs="?", help="training state or base (default: the adapter's base)")
     add("folder", type=Path, metavar="OUT", help="folder to write; what is there stays until all is written")
     add("--adapter", metavar="NAME", help="adapter to merge: a folder with adapter_config.json, or a hub name")
+    add("--force", action="store_true", help="merge into another base than the one that the adapter names")
     add("--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: as they are)")
     add("--keep-stored-format", action="store_true", help="merge into a base in fine-grained FP8, and quantise again")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: %(default)s)")
@@ -79,7 +80,7 @@ def _write(options: argparse.Namespace) -> "SaveReport":
     from hf_fsdp_tools import export_checkpoint
 
     names = ["adapter", "max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code"]
-    names += ["revision", "subfolder", "carry_heads", "keep_stored_format"]
+    names += ["revision", "subfolder", "carry_heads", "keep_stored_format", "force"]
     keywords = {name: value for name in names if (value := getattr(options, name)) is not None}
     keywords |= {"dtype": parse_dtype(options.dtype), "progress": sys.stderr.isatty()}
     with _own_warnings():

@@ -109,6 +109,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         _take_up_model(self, model, [])
         return model
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refuse ranks with different numbers of batches, which torch's `Join` lets DDP have."""
+        if self.is_fsdp2:
+            raise ConfigError(
+                "join_uneven_inputs is for DDP: under FSDP2 every rank takes part in each pass. Let the loader make "
+                "batches even (even_batches=True, the default; drop_last=True), or end at the shortest rank's."
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare as `Accelerator.prepare_data_loader` does; with `use_stateful_dataloader`, `save_state` keeps the
         position of each rank, that of a stream also where rank 0 reads for all. Shuffled rows have one order for all

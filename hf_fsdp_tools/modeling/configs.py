@@ -190,11 +190,12 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     TokenizersBackend there, other special tokens are no `extra_special_tokens`, and those with a name are."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    content = json.loads(text) if "TokenizersBackend" in text or "_special_tokens" in text else {}
     renamed = {name: value for name, value in content.items() if value != "TokenizersBackend"}
     if renamed != content:
         words = getattr(tokenizer, "tokenizer", tokenizer)
-        was = _file_of_base(words.name_or_path, file.name).get("tokenizer_class", "")
+        was = _file_of_base(getattr(words, "name_or_path", None), file.name).get("tokenizer_class", "")
         renamed["tokenizer_class"] = was if was.endswith("Fast") else "PreTrainedTokenizerFast"
     if isinstance(content.get("extra_special_tokens"), list):
         renamed["additional_special_tokens"] = renamed.pop("extra_special_tokens")

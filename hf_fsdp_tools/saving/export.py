@@ -75,6 +75,7 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     carry_heads: bool = True,
     keep_stored_format: bool = False,
+    force: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
@@ -108,6 +109,7 @@ def export_checkpoint(
         keep_stored_format: with `adapter`, of a base in fine-grained FP8: what the adapter changes is merged as
             without, and quantised again as transformers does it; `report.requantized` says the error of each. All else
             is copied byte for byte, with the quantisation config.
+        force: merge also into a base whose name ends otherwise than that which the adapter names.
         allow_pickle: read legacy `.bin` files, such as Accelerate's of FULL_STATE_DICT; no code of the file is run.
         trust_remote_code: run model code that comes with the config.
         progress: a bar on rank 0 over the bytes that this rank moves; None: where standard error is a terminal.
@@ -152,7 +154,7 @@ def export_checkpoint(
         adapted = adapted_model(checkpoint, auto_class, trust_remote_code)
         return save_adapter(adapted, folder, tokenizer=side_files, dtype=dtype)
     if adapter is not None:
-        material = material_of_adapter(checkpoint, own, auto_class, trust_remote_code)
+        material = material_of_adapter(checkpoint, own, auto_class, trust_remote_code, force=force)
     else:
         material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
     with HiddenFolder(folder) as hidden:

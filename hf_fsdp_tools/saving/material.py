@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, warn
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, warn
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import fill_shards
@@ -85,7 +86,9 @@ def material_of_model(
     return _material(model, match)
 
 
-def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any, trust_remote_code: bool) -> Material:
+def material_of_adapter(
+    checkpoint: Checkpoint, adapter: Source, auto_class: Any, trust_remote_code: bool, *, force: bool
+) -> Material:
     """The base of a PEFT adapter as it will be with the adapter merged into it; the adapter has its values.
 
     Every rank must call. The ranks exchange errors, and digests of the adapter's config.
@@ -93,6 +96,8 @@ def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any
     name = adapter.name
     written, shapes = opened("opening the adapter", name, lambda hub: _look_at(Source(name, hub)), dict(adapter.hub))
     with agreed("building the model"):
+        if not force:
+            _refuse_other_base(name, written.get("base_model_name_or_path") or "", checkpoint.name)
         model = _build(checkpoint, base_options_of(written, shapes), auto_class, trust_remote_code)
         if rows := [shapes[key][0] for key in _embeddings(model) if key in shapes]:
             resize_vocabulary(model, max(rows), None)
@@ -159,6 +164,21 @@ def _build(
     )
     set_generation_config(model, checkpoint.generation_config)
     return model
+
+
+def _refuse_other_base(adapter: str, trained_on: str, given: str) -> None:
+    """Refuse a base of another name than the adapter's. A model keeps the last part of its name in another folder; a
+    folder that is gone may have been renamed, and is not spoken of."""
+    ends = []
+    for name in (trained_on, given):
+        cached = [part.rsplit("--", 1)[-1] for part in Path(name).parts if part.startswith("models--")]
+        ends.append((cached or [Path(name).name])[-1].lower())
+    is_gone = trained_on.startswith((".", "/", "~")) and not Path(trained_on).exists()
+    if trained_on and ends[0] != ends[1] and not is_gone:
+        raise ConfigError(
+            f"The adapter {adapter!r} was trained on {trained_on!r}, and {given!r} has another name. Give that base, "
+            "or merge all the same, as into the plain form of a base in 4 bits, with --force (force=True)."
+        )
 
 
 def _look_at(adapter: Source) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:

@@ -4,6 +4,7 @@ The order is the same for this package, a user's script and a trainer of TRL: th
 small whole tensors to it, and `shard_added` shards them.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -79,6 +80,13 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
         raise CheckpointError(
             f"{str(folder)!r} is an adapter of MLX-LM, which PEFT cannot read. Merge it into its base once: "
             f"mlx_lm.fuse --model BASE --adapter-path {folder} --save-path OUT."
+        )
+    wrote = [int(part) for part in re.findall(r"\d+", str(written.get("peft_version", "0.17")))[:2]]
+    if written.get("target_parameters") and wrote < [0, 19]:
+        raise CheckpointError(
+            f"{file}: PEFT before 0.19 wrote the factors of stacked experts (target_parameters) with rows and columns "
+            "exchanged, and newer ones compute other values with them. Merge it with the PEFT that wrote it "
+            f"({written.get('peft_version', 'before 0.18')}) by merge_and_unload, or train it again."
         )
     for key in ("base_model_name_or_path", "revision"):
         if not isinstance(written.get(key), (str, type(None))):

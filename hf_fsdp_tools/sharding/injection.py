@@ -4,6 +4,7 @@ PEFT asks nobody before it computes with the weights of the base. On shards some
 some end the process: they put a DTensor into the memory of a plain parameter (`parameter.data = …`), which has none.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -189,6 +190,8 @@ def errors_of_peft(config: Any) -> Iterator[None]:
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise  # the others are how methods of PEFT meet layers that they do not know; what they say is passed on
         cure = "Load the base that it was trained on." if "size mismatch" in str(error) else _PLAIN
+        if rows := re.search(r"(?:embed|lm_head|wte)\S*: copying a param with shape torch.Size\(\[(\d+), ", str(error)):
+            cure = f"It was trained on a base with {rows[1]} tokens: give that, or num_tokens={rows[1]} with this one."
         raise ConfigError(
             f"PEFT cannot make a {_kind(config)} adapter on this model ({first_lines(error)}). {cure}"
         ) from error

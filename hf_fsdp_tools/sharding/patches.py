@@ -154,7 +154,24 @@ def guard_injection() -> None:
         with outer.register_load_state_dict_pre_hook(cut_values), names_as_saved():
             return load(outer, *args, **kwargs)
 
+    def merging(method: Any) -> Any:
+        @wraps(method)
+        def merge(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(tuner, *args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise ConfigError(
+                    "PEFT cannot merge an adapter that get_peft_model has made on shards. Call prepare(model), or "
+                    "save_pretrained(model, folder, merge_adapters=True), which merges what it writes."
+                ) from error
+
+        return merge
+
     BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
+    BaseTuner.merge_adapter = merging(BaseTuner.merge_adapter)
+    BaseTuner.merge_and_unload = merging(BaseTuner.merge_and_unload)
 
 
 @cache

@@ -422,6 +422,20 @@ def an_adapter_without_a_base_or_with_another_adapter(folder, adapter):
             from_pretrained(adapter, **options)
 
 
+def one_with_more_tokens_or_merged_in_shards_names_the_cure(folder, adapter):
+    if dist.get_rank() == 0:
+        larger = plain_base(folder)
+        larger.resize_token_embeddings(140, mean_resizing=False)
+        get_peft_model(larger, lora()).save_pretrained(adapter / "larger")
+    dist.barrier()
+    with pytest.raises(ConfigError, match="trained on a base with 140 tokens: give that, or num_tokens=140"):
+        from_pretrained(adapter / "larger")
+    late = get_peft_model(from_pretrained(folder), lora(init_lora_weights=False))
+    for merge in (late.merge_adapter, late.merge_and_unload):
+        with pytest.raises(ConfigError, match=r"made on shards.*merge_adapters=True"):
+            merge()
+
+
 def an_adapter_by_transformers_own_method(folder, adapter):
     plain_model = plain_base(folder)
     try:
@@ -518,7 +532,8 @@ ON_TWO = (
     the_class_of_base_that_it_was_trained_on_is_opened, fp32_adapters_train_on_a_bf16_base_in_its_units,
     adapters_are_read_by_the_models_own_names,
     replicas_and_a_saved_adapter_on_a_mesh_of_one_axis, modules_that_are_not_there,
-    an_adapter_without_a_base_or_with_another_adapter, an_adapter_by_transformers_own_method,
+    an_adapter_without_a_base_or_with_another_adapter, one_with_more_tokens_or_merged_in_shards_names_the_cure,
+    an_adapter_by_transformers_own_method,
     weights_of_experts_without_an_adapter_are_named, passes_with_the_adapter_off_change_no_gradient,
 )  # fmt: skip
 

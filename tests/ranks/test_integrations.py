@@ -65,7 +65,13 @@ def an_accelerator_that_exists(folder):
         make_accelerator(cpu=True)
 
 
+def ranks_with_other_numbers_of_batches(folder):
+    with pytest.raises(ConfigError, match="join_uneven_inputs is for DDP"):
+        make_accelerator(cpu=True).join_uneven_inputs([from_pretrained(folder)])
+
+
 PREPARED = (
+    ranks_with_other_numbers_of_batches,
     a_model_of_another_precision,
     a_plain_model_with_two_groups,
     what_was_added_after_sharding,

@@ -177,14 +177,22 @@ def test_bad_input_is_refused_and_destroys_nothing(folders: dict[str, Path], ada
     with pytest.raises(ConfigError, match="no adapter in its modules that could be merged"):
         export_checkpoint(None, tmp_path / "out", adapter=prompts)
     with pytest.raises(ConfigError, match=r"PEFT cannot make this LORA adapter: Target modules .*not found"):
+        export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter, force=True)
+    with pytest.raises(ConfigError, match=r"was trained on '.*llama', and '.*gpt2' has another name.* --force"):
         export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter)
+    older = shutil.copytree(adapter, tmp_path / "older")
+    content = json.loads((older / "adapter_config.json").read_text())
+    content |= {"target_parameters": ["experts.gate_up_proj"], "peft_version": "0.18.1"}
+    (older / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"PEFT before 0\.19 wrote .*exchanged.*\(0\.18\.1\) by merge_and_unload"):
+        export_checkpoint(None, tmp_path / "out", adapter=older)
     packed = shutil.copytree(folders["llama"], tmp_path / "packed")
     written = json.loads((packed / "config.json").read_text())
     kept = {"llm_int8_skip_modules": ["gate_proj", "up_proj", "down_proj", "lm_head"]}  # their values fill no blocks
     written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True} | kept
     (packed / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
-        export_checkpoint(packed, tmp_path / "out", adapter=adapter)
+        export_checkpoint(packed, tmp_path / "out", adapter=adapter, force=True)
     with pytest.raises(ConfigError, match="max_shard_size='5X' is no size of a file"):
         export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")
     assert not (tmp_path / "out").exists()
