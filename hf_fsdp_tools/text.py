@@ -27,7 +27,9 @@ def cut(text: str, most: int) -> str:
     return text[: kept - kept // 3] + note + text[-(kept // 3) :]
 
 
-_URL = re.compile(r"://(?:[^\s/'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?")
+_URL = re.compile(
+    r"://(?:[^\s/'\"@:]*:(?:(?!://)[^\s'\"])*@|[^\s/'\"@]*@)?((?:(?!://)[^\s?#;'\"])*)(?:[?#;](?:(?!://)[^\s'\"])*)?"
+)
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -1,6 +1,7 @@
 """Weights for vLLM: a `WeightSource` for its trainer engines, and a stream for TRL's trainers."""
 
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size, wait_for_all_ranks
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_for_collectives
+from hf_fsdp_tools.distributed.rounds import GIVE_UP_S, StoppedElsewhere, patience_for_collectives
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
@@ -265,6 +266,7 @@ class _Sender:
     def __init__(self, send: Callable[[Iterator[tuple[str, torch.Tensor]]], object]) -> None:
         self._buckets: Queue[dict[str, torch.Tensor] | None] = Queue(1)
         self._failure: BaseException | None = None
+        self._given = self._taken = 0  # tensors
         self._thread = Thread(target=self._run, args=(send,), name="weights for vLLM", daemon=True)
         self._thread.start()
 
@@ -276,25 +278,44 @@ class _Sender:
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         while (bucket := self._buckets.get()) is not None:
-            yield from bucket.items()
+            for named in bucket.items():
+                self._taken += 1
+                yield named
 
     def give(self, bucket: dict[str, torch.Tensor] | None) -> None:
         """Hand a bucket over once its values are there, or None behind the last; as soon as the one before is sent."""
         if bucket and (device := next(iter(bucket.values())).device).type != "cpu":
             torch.accelerator.current_stream(device).synchronize()  # the thread sends on streams of its own
+        self._given += len(bucket or ())
+        clock = self._clock()
         while self._thread.is_alive():
             try:
                 self._buckets.put(bucket, timeout=0.1)
                 break
             except Full:
-                continue
+                next(clock)
         self._raise()
+
+    def _clock(self) -> Iterator[None]:
+        """Refuse to wait for a vLLM that has taken no tensor for as long as ranks wait for each other."""
+        taken, since_s = self._taken, time.monotonic()
+        while time.monotonic() < since_s + GIVE_UP_S:
+            yield
+            if self._taken > taken:
+                taken, since_s = self._taken, time.monotonic()
+        raise ConfigError(f"vLLM has taken no weight for {GIVE_UP_S:.0f} s. Look at its log, and start it again.")
 
     def finish(self) -> None:
         """Return when all is sent."""
         self.give(None)
-        self._thread.join()
+        clock = self._clock()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            next(clock)
         self._raise()
+        if self._taken < self._given:
+            said = f"The way to vLLM ended after {self._taken} of {self._given} weights"
+            raise ConfigError(f"{said}, so it holds old ones. Look at its log, and at its group of processes.")
 
     def _raise(self) -> None:
         if self._failure is not None:

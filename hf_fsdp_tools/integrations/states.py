@@ -215,8 +215,8 @@ def _clear(folder: Path, files: Sequence[str]) -> None:
     if os.path.lexists(former):
         _bring_own_files(former, folder, files)
         _remove(former)
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    if os.path.lexists(hidden):
+        _remove(hidden)
 
 
 def _take_place(staging: Path, folder: Path, files: Sequence[str]) -> None:

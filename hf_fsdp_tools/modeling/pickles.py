@@ -73,8 +73,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_yaml(file: Path) -> Any:
-    """The content of a YAML file."""
-    return yaml.safe_load(read_small(file, _MOST_YAML_BYTES))
+    """The content of a YAML file, whose values stand where they are used: aliases double what is read at each line."""
+    try:
+        return yaml.load(read_small(file, _MOST_YAML_BYTES), _WithoutAliases)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deep") from None
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """A SafeLoader to which an alias is an error."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "an alias stands for its value: write that", mark)
+        return super().compose_node(parent, index)
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
@@ -183,7 +196,7 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise damaged(file, f"{quoted(entry.filename)} is compressed, expected an uncompressed record")
-        orders = {archive.read(entry) for entry in entries if entry.filename.endswith("byteorder")}
+        orders = {archive.open(entry).read(9) for entry in entries if entry.filename.endswith("byteorder")}
         if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
             raise damaged(file, f"has byte order {listed(map(quoted, orders))}, expected little")
     records = {}

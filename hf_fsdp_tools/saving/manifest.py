@@ -12,7 +12,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.loading.io.durable import sync, write_durably
-from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.modeling.pickles import read_json_object, refuse_special
 from hf_fsdp_tools.stores import open_file
 from hf_fsdp_tools.text import first_line, listed
 
@@ -140,6 +140,7 @@ def entry_of(file: Path, *, checksums: bool) -> dict[str, Any]:
 
 def _sum(file: Path) -> str:
     digest = hashlib.sha256()
+    refuse_special(file)
     with open_file(file) as stream:
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)

@@ -184,6 +184,8 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("distributed_type: XLA\n", "XLA.*has no meaning here"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n", "NO_SHARD.*MULTI_GPU"),
         ("a: [", "neither YAML nor JSON"),
+        ("a: &a [x, x]\nb: *a\n", "an alias stands for its value: write that"),
+        ("[" * 100_000, "it is nested too deep"),
         ("", "found nothing"),
         ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
         ("gradient_accumulation_steps: 4\noptimizer: adamw\nbf16: auto\nfsdp_config: {}\n", "have no gradient_acc"),

@@ -1,8 +1,10 @@
 """Files of torch.save: every tensor is found where its bytes are, and nothing of a file is run."""
 
 import os
+import pickle
 import random
 import shutil
+import struct
 import zipfile
 from collections import OrderedDict
 from decimal import Decimal
@@ -15,6 +17,7 @@ import torch
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as dcp
 
 from hf_fsdp_tools import CheckpointError, from_pretrained
 from hf_fsdp_tools.integrations.resume import refuse_damage
@@ -105,6 +108,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "expanded": (lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file), "'a' is an expanded .*contiguous"),
     "a number": (lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file), r"no tensors: 'epoch' \(int\); ex"),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
+    "a long order": (
+        lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"x" * 10**6),
+        "b'xxxxxxxxx'",
+    ),
     "a pipe": (os.mkfifo, "is no regular file"),
     "compressed": (lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED), "is compressed, expected"),
 }
@@ -117,6 +124,25 @@ def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
         parse_pickled(tmp_path / "bad.bin")
     assert str(tmp_path / "bad.bin") in str(caught.value)
     assert not (tmp_path / "ran").exists(), "code of the file was run"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("MetadataIndex", "__hash__", b"N"),
+        ("Metadata", "__init__", b"ctorch\nSize\n"),
+        ("StorageMeta", "save_id", b"K\x01"),
+    ],
+)
+def test_a_refused_metadata_changes_no_class_of_dcp(tmp_path: Path, kind: str, name: str, value: bytes) -> None:
+    right = pickle.dumps(dcp.Metadata({}, storage_data={dcp.MetadataIndex("a"): 1}), 2)
+    text = b"X" + struct.pack("<I", len(name)) + name.encode()
+    sets = f"c{dcp.__name__}\n{kind}\n".encode() + b"N}" + text + value + b"s\x86b0"
+    before = dict(vars(getattr(dcp, kind)))
+    (tmp_path / ".metadata").write_bytes(right[:2] + sets + right[2:])
+    with pytest.raises(CheckpointError, match=rf"it changes {kind}\.{name}"):
+        CheckpointIndex.open(tmp_path)
+    assert dict(vars(getattr(dcp, kind))) == before
 
 
 def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,34 @@ def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
         ("", '{"hidden_size": 64}', "8", '### This config.json has no "model_type"'),
         ("", "{", "8", "### This is no config.json: "),
         ("me and you", "", "8", "### Give a model's name on the hub"),
+        ("..", "", "8", "### Give a model's name on the hub"),
+        ("here", "", "8", "### Give a model's name on the hub"),
+        ("", "[" * 100_000, "8", "### This is no config.json: "),
+        (
+            "",
+            '{"model_type": "llama", "hidden_size": 1000000000}',
+            "8",
+            "### This config.json has 1,000,000,000, which",
+        ),
+        ("", '{"model_type": "llama", "num_hidden_layers": 10000}', "8", "### This page takes models of up to 200 num"),
+        ("", '{"model_type": "llama", "hidden_size": "a"}', "8", "### "),
+        (None, "", "8", "### "),
+        ("me/it", "", "9" * 4000, "### GPUs: '999"),
+        ("me/it", "", None, "### GPUs: None is no whole number"),
         ("me/it", "", "eight", "### GPUs: 'eight' is no whole number above 0."),
     ],
 )
-def test_a_mistake_is_one_line(app, monkeypatch, model: str, config: str, gpus: str, message: str) -> None:
+def test_a_mistake_is_one_line(app, monkeypatch, tmp_path, model: str, config: str, gpus: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said, rows, command = app.answer(model, config, "h100-80gb", gpus, "64", "1", "LoRA", True)
     assert said.startswith(message) and "\n" not in said and rows == [] and command == ""
+
+
+def test_the_requirements_name_the_wheel_of_this_version() -> None:
+    version = metadata.version("hf-fsdp-tools")
+    assert f"hf_fsdp_tools-{version}-py3-none-any.whl" in (FOLDER / "requirements.txt").read_text()
 
 
 @pytest.mark.nightly

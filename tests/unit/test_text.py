@@ -28,6 +28,13 @@ def test_what_leaves_the_program_has_no_passwords_and_nothing_that_a_terminal_or
     text = "Cannot read 's3://me:p@ss@host/run?X-Amz-Signature=abc' and 'https://h/a#b'\n\x1b[2J\u2028\u202ex"
     safe = "Cannot read 's3://host/run' and 'https://h/a'\n\\x1b[2J\\u2028\\u202ex"
     assert texts.printable(text) == str(ConfigError(text)) == safe and len(str(ConfigError("a" * 10**6))) == 10_000
+    for url, shown in (
+        ("zip://x::http://user:hunter2@h/a.zip", "zip://x::http://h/a.zip"),
+        ("http://a.org/x,http://user:hunter2@h/y", "http://a.org/x,http://h/y"),
+        ("http://user:pa/ss@h/x and http://b.org/@me", "http://h/x and http://b.org/@me"),
+        ("http://a/b;token=1", "http://a/b"),
+    ):
+        assert texts.printable(url) == shown
     assert texts.comment("a\nb: 1\r\x85c") == "# a b: 1\\r\\x85c" and texts.comment("") == "#"
 
 

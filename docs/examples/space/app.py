@@ -4,11 +4,12 @@ import json
 import re
 import shlex
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools import FSDPToolsError, TrainingSetup, estimate_memory, estimate_throughput
+from hf_fsdp_tools import TrainingSetup, estimate_memory, estimate_throughput
 
 GPUS = ("h100-80gb", "h200-141gb", "b200-180gb", "a100-80gb", "a100-40gb", "l40s-48gb", "a10g-24gb", "l4-24gb")
 GPUS += ("rtx-4090", "rtx-5090", "rtx-pro-6000", "mi300x")
@@ -24,25 +25,53 @@ OPTIONS |= {"master_dtype": "--master-dtype"}
 
 def whole(text: str, name: str) -> int:
     """A count that somebody typed: 4096, "4,096" or "4k"."""
-    found = re.fullmatch(r"(\d[\d,_ ]*)(k?)", str(text).strip().lower())
+    found = re.fullmatch(r"(\d[\d,_ ]{0,11})(k?)", str(text).strip().lower())
     number = int(re.sub(r"\D", "", found[1])) * (1024 if found[2] else 1) if found else 0
     if number < 1:
         raise ValueError(f"{name}: {text!r} is no whole number above 0. Type one, such as 8 or 4096.")
     return number
 
 
+LARGEST = 10**8
+"""Of numbers in a config: a visitor's estimate is to end in some seconds."""
+
+MOST = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 200)
+MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1024)
+
+
+def parts(value: Any) -> Iterator[dict[str, Any]]:
+    """A config, and those in it."""
+    if isinstance(value, dict):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from parts(part)
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers of a config."""
+    for part in parts(value):
+        yield from (each for each in part.values() if isinstance(each, int | float) and abs(each) != float("inf"))
+
+
 def source(model: str, config: str, folder: str) -> str:
     """What is estimated: a name on the hub, or a file with the `config.json` that was pasted."""
     if not config.strip():
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.strip()):
+        name = model.strip()
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or Path(name).exists():  # what is here is for no visitor
             raise ValueError("Give a model's name on the hub, such as Qwen/Qwen3-8B, or paste its config.json.")
-        return model.strip()
+        return name
     try:
         content = json.loads(config)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"This is no config.json: {error}.") from None
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError('This config.json has no "model_type", which names the architecture. Paste the whole file.')
+    if large := next((number for number in numbers(content) if abs(number) > LARGEST), None):
+        raise ValueError(f"This config.json has {large:,}, which no model has.")
+    for part in parts(content):
+        for name, most in MOST.items():
+            if isinstance(part.get(name), int) and part[name] > most:
+                raise ValueError(f"This page takes models of up to {most} {name}, and this has {part[name]:,}.")
     file = Path(folder, "config.json")
     file.write_text(config)
     return str(file)
@@ -64,8 +93,8 @@ def answer(
             )
             name = source(model, config, folder)
             memory, speed = estimate_memory(name, setup), estimate_throughput(name, setup)
-    except (ValueError, FSDPToolsError) as error:
-        shown = re.sub(r"'?/\S+/config\.json'?", "config.json", str(error).splitlines()[0])
+    except Exception as error:  # gradio would show "Error" alone; a visitor's values are of any type and size
+        shown = re.sub(r"'?/\S+/config\.json'?", "config.json", (str(error) or type(error).__name__).splitlines()[0])
         return f"### {shown}", [], ""
     parts = {**memory.at_peak, "cached by the allocator": memory.peak_reserved - memory.peak_allocated}
     sizes = sorted({**parts, **memory.outside}.items(), key=lambda item: -item[1])
@@ -117,9 +146,9 @@ def page() -> Any:
                 table = gr.Dataframe(headers=["memory at the peak", "GB"], type="array", interactive=False)
                 start = gr.Code("", language="shell", label="Search the fastest setting, and write it")
         asked = [model, config, gpu, gpus, length, batch, method, checkpointing]
-        button.click(answer, asked, [verdict, table, start], api_name="estimate")
+        button.click(answer, asked, [verdict, table, start], api_name="estimate", concurrency_limit=2)
     return blocks
 
 
 if __name__ == "__main__":
-    page().launch()
+    page().queue(max_size=20).launch()

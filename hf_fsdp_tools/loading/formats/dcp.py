@@ -298,7 +298,6 @@ _RECORDS = {
     **{(dcp.__name__, name): kind for name in dcp.__all__ if isinstance(kind := getattr(dcp, name), type)},
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
-    ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
 }
 """The records of DCP's metadata, by module and name."""
@@ -313,9 +312,34 @@ class _Unpickler(pickle.Unpickler):
             return _RECORDS[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        # by functions of this one file: a pickle may set attributes of what it names
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: _get_layout(layout)  # type: ignore[no-untyped-call]
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath
+            return lambda *parts: PurePosixPath(*parts)
         raise pickle.UnpicklingError(f"{module}.{name} is nothing that DCP writes")
+
+
+@contextmanager
+def _as_they_were(kinds: Iterable[type]) -> Iterator[None]:
+    """Refuse a block that has set attributes of these classes, as a pickle can, and set them back."""
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield
+    finally:
+        changed = [
+            (kind, name)
+            for kind, was in before.items()
+            for name in {*was, *vars(kind)}
+            if was.get(name, kind) is not vars(kind).get(name, kind)
+        ]
+        for kind, name in changed:
+            if name in before[kind]:
+                setattr(kind, name, before[kind][name])
+            else:
+                delattr(kind, name)
+        if changed:
+            raise pickle.UnpicklingError(f"it changes {listed(sorted(f'{kind.__name__}.{n}' for kind, n in changed))}")
 
 
 def _read_metadata(file: Path) -> tuple[dcp.Metadata, int]:
@@ -324,7 +348,8 @@ def _read_metadata(file: Path) -> tuple[dcp.Metadata, int]:
         text = file.read_bytes()
     cure = "Save it again, or give the folder of a Hugging Face checkpoint."
     with library_errors(f"{file}: cannot be read as the metadata of torch.distributed.checkpoint", cure):
-        metadata = _Unpickler(io.BytesIO(text)).load()
+        with _as_they_were(kind for kind in _RECORDS.values() if kind.__module__.startswith("torch.distributed")):
+            metadata = _Unpickler(io.BytesIO(text)).load()
         if not isinstance(metadata, dcp.Metadata) or not all(type(key) is str for key in metadata.state_dict_metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}, expected metadata of named tensors")
     return metadata, len(text)
