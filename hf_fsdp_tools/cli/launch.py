@@ -16,12 +16,15 @@ from typing import Any
 
 from hf_fsdp_tools.cli.options import ANY_ADDRESS, column, decide
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.names import refuse_unknown
 from hf_fsdp_tools.text import did_you_mean, recipe_commands
 
 _SHARED = tuple(
     Path(__file__).parents[1] / name for name in ("scripting/arguments.py", "integrations/trainer_settings.py")
 )
 """Have the options that all recipes share."""
+
+_OWN = ("scripting/formats.py", "cli/launch.py")
 
 _HELP = """\
 usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE ...]
@@ -69,6 +72,7 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
             return subprocess.call([sys.executable, str(recipe), "--help"])
         print(_help_of(recipe))
         return 0
+    refuse_unknown(options.rest, (recipe, *_SHARED, *(Path(__file__).parents[1] / name for name in _OWN)))
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
     launch, launcher_words, recipe_words = split_words(options.rest)

@@ -26,6 +26,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
+from hf_fsdp_tools.scripting.names import ELSEWHERE, OURS, plain, unknown_option
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines, recipe_commands
 
 
@@ -210,10 +211,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         known = {name.lstrip("-") for name in names}
         given = [word.partition("=")[0] for word in words if word[:1] == "-"]
         if (key := next((key for key in file if key not in known), None)) is not None:
-            raise _unknown(str(key), known, f"--config {options.config}: ")
-        self.given = {_plain(word) for word in given} | {*file}
-        if other := next((word for word in given if _plain(word) in {*_ELSEWHERE} - (known & {*_OURS})), None):
-            raise _unknown(other, names)
+            raise unknown_option(str(key), known, f"--config {options.config}: ")
+        self.given = {plain(word) for word in given} | {*file}
+        if other := next((word for word in given if plain(word) in {*ELSEWHERE} - (known & {*OURS})), None):
+            raise unknown_option(other, names)
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
@@ -223,7 +224,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
-            raise _unknown(wrong, names)
+            raise unknown_option(wrong, names)
         chosen = adapter if getattr(values, "use_peft", False) else {}
         chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
         if getattr(values, "lora_experts", False):
@@ -281,18 +282,6 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         return "\n\n".join([usage, (script.__doc__ or "").strip(), commands, formatter.format_help()])
 
 
-_OF_LAUNCHER = ["cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank"]
-_OF_LAUNCHER += ["compute_environment", "distributed_type"]
-_FILE = "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
-_ELSEWHERE = dict.fromkeys(_OF_LAUNCHER, f"{_FILE}`accelerate launch` takes it.")
-_ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
-_ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
-_OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
-_OURS |= {"max_seq_length": "max_length", "max_length": "max_completion_length"}
-_ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in _OURS.items()}
-"""Names of the launcher's options, of other programs', and where each belongs."""
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     """The values of the file of `--config`."""
     try:
@@ -306,16 +295,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
         raise ConfigError(f"--config {path}: holds no `name: value` lines.")
     return content
-
-
-def _unknown(name: str, known: Iterable[str], where: str = "") -> ConfigError:
-    """The error of a name that no option has."""
-    near = f"is no option of this recipe{did_you_mean(name, known, otherwise='; --help lists all.')}"
-    return ConfigError(f"{where}{name} {_ELSEWHERE.get(_plain(name), near)}")
-
-
-def _plain(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")
 
 
 def _value(parsed: Iterable[Any], name: str) -> Any:

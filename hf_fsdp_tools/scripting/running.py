@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -303,6 +305,25 @@ def _picture(trainer: Any, folder: Path) -> str:
     return f", {folder / quantity}.png"
 
 
+def _first_has_ended() -> bool:
+    """Wait for the first process, which says the same error; False where it goes on, and the error is this one's alone.
+
+    A launcher ends all when one has ended: not before the first has said why. Without one, the store that the first
+    process has made is gone with it; where there is none yet, the error is of the command line, which all have.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    has_launcher, end_s = "TORCHELASTIC_RUN_ID" in os.environ, time.monotonic() + _FIRST_SAYS_S
+    while time.monotonic() < end_s:
+        if not has_launcher and not dist.is_initialized():
+            return True
+        try:
+            has_launcher or _get_default_store().check(["a key"])
+        except RuntimeError:  # as torch says that a store does not answer
+            return True
+        time.sleep(0.2)
+    return False
+
+
 def run(main: Callable[[], object], name: str) -> NoReturn:
     """Run a recipe's `main` and end the process; an error of this package, or Ctrl-C, is one line on each machine.
 
@@ -321,10 +342,8 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     try:
         main()
     except FSDPToolsError as error:  # the same on every rank, so one of each node says it
-        if rank_on_node()[0] > 0:  # a launcher ends all when one has ended: not before the first has said why
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            time.sleep(_FIRST_SAYS_S)  # after which the first goes on, and the error is this one's alone
-        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        if rank_on_node()[0] == 0 or not _first_has_ended():
+            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it once more

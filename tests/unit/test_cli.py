@@ -64,6 +64,34 @@ def test_help_imports_nothing_heavy(words):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--cp_size 2", "--cp_size goes into the launch file"),
+        ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
+        (
+            "--config key.yaml",
+            "--config key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate",
+        ),
+        (
+            "--config config.json",
+            "--config config.json: is the config of a model: name its folder by --model_name_or_path",
+        ),
+    ],
+)
+def test_a_wrong_option_of_a_recipe_is_said_before_libraries_are_imported(words, said, tmp_path):
+    (tmp_path / "key.yaml").write_text("lerning_rate: 1e-4\nenv: {A: b}\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code = f"""
+import sys
+from hf_fsdp_tools.cli.main import main
+status = main(["finetune", *{words.split()!r}])
+assert status == 1 and not {{"torch", "transformers", "trl", "accelerate"}} & sys.modules.keys(), sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and done.stderr.startswith(f"hf-fsdp: error: {said}"), done.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "predict memory, step time"),

@@ -196,6 +196,13 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     assert capsys.readouterr().err == "finetune: error: this is wrong\n"
     monkeypatch.setattr("os._exit", sys.exit)
     monkeypatch.setattr("signal.signal", Mock())
+    monkeypatch.setattr(running, "_FIRST_SAYS_S", 0.3)
+    for launcher, said in (("", ""), ("id", "finetune: error: this is wrong\n")):  # the first goes on under a launcher
+        with monkeypatch.context() as patches, pytest.raises(SystemExit, match="1"):
+            patches.setattr(running, "rank_on_node", lambda: (1, 2))
+            patches.setenv("TORCHELASTIC_RUN_ID", "id") if launcher else patches.delenv("TORCHELASTIC_RUN_ID", False)
+            run(Mock(side_effect=ConfigError("this is wrong")), "finetune")
+        assert capsys.readouterr().err == said
     with pytest.raises(SystemExit, match="130"):
         run(Mock(side_effect=KeyboardInterrupt), "finetune")
     assert "finetune: interrupted; --resume_from_checkpoint true goes on" in capsys.readouterr().err
