@@ -16,6 +16,7 @@ import psutil
 import pytest
 from packaging.version import Version
 
+from hf_fsdp_tools.cli import options
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
@@ -34,6 +35,7 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tests")
+options.FIRST_S = 600.0  # a command on a busy machine says nothing of progress
 os.environ.pop("COLUMNS", None)  # tables are as wide as they are
 _OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
 _OF_OTHERS += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_SOCKET", "GLOO_SOCKET", "HF_", "TRANSFORMERS_")

@@ -19,14 +19,13 @@ from hf_fsdp_tools.cli.config import add_config
 from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
-from hf_fsdp_tools.cli.options import SHOWN, column, examples
+from hf_fsdp_tools.cli.options import FIRST_S, SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 
-_LOADING, _LOADING_S = "hf-fsdp: loading libraries …", 1.0
-"""What a terminal says after so many seconds in which nothing was seen."""
+_LOADING = "hf-fsdp: loading libraries …"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)
     SHOWN.clear()
-    loading = threading.Timer(_LOADING_S, lambda: SHOWN.is_set() or print(_LOADING, file=sys.stderr, flush=True))
+    loading = threading.Timer(FIRST_S, lambda: SHOWN.is_set() or print(_LOADING, file=sys.stderr, flush=True))
     loading.daemon = True
-    if sys.stderr.isatty():
-        loading.start()
+    loading.start()
     try:
         return int(options.run(options) or 0)
     except FSDPToolsError as error:

@@ -373,26 +373,39 @@ def usual_length(options: argparse.Namespace) -> int:
 
 
 SHOWN = threading.Event()
-"""Whether a command shows on a terminal what it does: until then, `main` says after a second that libraries load."""
+"""Whether a command shows what it does: until then, `main` says after some seconds that libraries load."""
+
+FIRST_S, _NEXT_S = 2.0, 30.0
+"""After so many seconds a command that is silent says what it does; where no terminal is, again after so many more."""
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line of progress on a terminal, each over the last, gone at the end.
+    """A line of progress on a terminal, each over the last, gone at the end; elsewhere a line now and then.
 
     Meanwhile Python looks for cycles in its objects rarely: a dry run makes millions of objects that live on, and
     looking through all of them again and again took a fifth of a search (measured).
     """
     SHOWN.set()
-    is_shown, thresholds = sys.stderr.isatty(), gc.get_threshold()
+    is_terminal, thresholds, over, latest = sys.stderr.isatty(), gc.get_threshold(), threading.Event(), ["estimating"]
 
     def say(text: str) -> None:
-        if is_shown:
+        latest[:] = [text]
+        if is_terminal:
             print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
 
+    def say_now_and_then() -> None:
+        pause = FIRST_S
+        while not over.wait(pause):
+            print(f"hf-fsdp: {latest[0]}", file=sys.stderr, flush=True)
+            pause = _NEXT_S
+
+    if not is_terminal:
+        threading.Thread(target=say_now_and_then, daemon=True).start()
     gc.set_threshold(200_000, 50, 1_000)
     try:
         yield say
     finally:
+        over.set()
         gc.set_threshold(*thresholds)
         say("")

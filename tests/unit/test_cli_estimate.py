@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig
 
 from hf_fsdp_tools import accelerator
+from hf_fsdp_tools.cli import options
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, estimate_memory
 from hf_fsdp_tools.foresight.recommend import SEARCHED, recommend_config
@@ -272,7 +273,10 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     assert code == 1 and "'Abacus 3000' is not in the table" in err
 
 
-def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
+def test_a_line_of_progress_on_a_terminal_and_now_and_then_elsewhere(capsys, llama, monkeypatch):
+    monkeypatch.setattr(options, "FIRST_S", 0.0)
+    err = run(capsys, "estimate", llama, *ON_EIGHT, "--max-length", "1024")[2]
+    assert re.fullmatch(r"hf-fsdp: (estimating|a step of .* without memory, hybrid \.\.\.)\n", err), "then a pause"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     err = run(capsys, "estimate", llama, *ON_EIGHT)[2]
     assert "without memory, hybrid ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err

@@ -1,7 +1,7 @@
-"""The gated delta rule as a library (`fla`) computes it on a GPU, in place of transformers' loop over chunks.
+"""The gated delta rule and Mamba's scan as libraries compute them on a GPU, in place of transformers' loops.
 
-The loop, which runs where the library is not installed, keeps about twenty tensors of each chunk, and would be followed
-chunk by chunk: a row of 131,072 tokens has 2,048.
+A loop, which runs where the library is not installed, keeps many tensors of each chunk or token, and would be followed
+one by one: a row of 131,072 tokens has 2,048 chunks.
 """
 
 import sys
@@ -14,8 +14,9 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import replaced
 
-NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-"""What transformers' files call it (5.24)."""
+NAMES = {"torch_chunk_gated_delta_rule": "fla", "chunk_kimi_delta_attention": "fla"}
+NAMES |= {"mamba_selective_scan": "mamba_ssm"}
+"""What transformers' files call them (5.24), and the library of each."""
 
 CHUNK = 64
 """Tokens of a chunk, as of transformers' loop. What is kept: inputs, the decay summed up in a chunk, the inverse of
@@ -74,11 +75,32 @@ def _back(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]
 _forward.register_autograd(_back, setup_context=_keep)
 
 
+class _Scan(torch.autograd.Function):
+    """Mamba's scan, bounded by memory: as `SelectiveScanFn` of mamba_ssm it keeps inputs, the output before the gate,
+    and two states of each chunk of 2,048 tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, dt: Any, A: Any, *rest: Any) -> torch.Tensor:
+        chunks = -(-hidden.shape[2] // 2048)
+        states = hidden.new_empty((*hidden.shape[:2], chunks, 2 * A.shape[-1]), dtype=torch.float32)
+        out, gate = torch.add(hidden, dt, out=torch.empty_like(hidden)), rest[3]
+        ctx.save_for_backward(hidden, dt, A, *rest, out, states)
+        return out if gate is None else torch.mul(out, gate, out=torch.empty_like(out))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        made = [None if each is None else torch.empty_like(each) for each in ctx.saved_tensors[:-2]]
+        for at, like in enumerate(made):
+            if like is not None and like.shape == grads[0].shape:
+                torch.mul(grads[0], ctx.saved_tensors[at], out=like)
+        return tuple(made)
+
+
 def as_kernels(model: nn.Module) -> Iterator[AbstractContextManager[Any]]:
-    """Yield blocks in which the files of a model call the kernel."""
+    """Yield blocks in which the files of a model call the kernels."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules[name]
-        if found := {each: _computed for each in NAMES if hasattr(file, each)}:
+        if found := {each: _scanned if "scan" in each else _computed for each in NAMES if hasattr(file, each)}:
             yield replaced(file, **found)
 
 
@@ -88,3 +110,10 @@ def _computed(
     """The outputs; in training no state is asked for."""
     made: torch.Tensor = _forward(query, key, value, g, beta)[0]
     return made, None
+
+
+def _scanned(
+    hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, delta_bias: Any = None, **_: Any
+) -> Any:
+    """The same of Mamba's scan."""
+    return _Scan.apply(hidden_states, dt, A, B, C, D, z, delta_bias)  # type: ignore[no-untyped-call]

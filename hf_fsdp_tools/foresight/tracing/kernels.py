@@ -105,8 +105,9 @@ def notes_of(model: nn.Module) -> Iterator[str]:
     kinds, title = {type(module): module for module in model.modules()}, type(model).__name__
     convolved = [kind for kind, one in kinds.items() if any(isinstance(child, nn.Conv1d) for child in one.children())]
     files = {kind: sys.modules[kind.__module__] for kind in convolved}
-    if ruled := next((kind for kind, file in files.items() if any(hasattr(file, name) for name in NAMES)), None):
-        yield f"{ruled.__name__} is estimated with the kernels of fla; without them, transformers keeps far more."
+    if ruled := [(kind, NAMES[name]) for kind, file in files.items() for name in NAMES if hasattr(file, name)]:
+        title, library = ruled[0][0].__name__, ruled[0][1]
+        yield f"{title} is estimated with the kernels of {library}; without them, transformers keeps far more."
     elif mixer := next((kind for kind, file in files.items() if hasattr(file, "causal_conv1d_fn")), None):
         kept = "the kernels for it (mamba_ssm, causal_conv1d, fla) keep far fewer activations."
         yield f"{mixer.__name__} is estimated as transformers computes it in PyTorch; {kept}"

@@ -11,9 +11,13 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch, tensors_in
 from hf_fsdp_tools.modeling.packed_weight import chunks_once
+
+_MOST_EVENTS = 400_000
+"""More than any model has but those that loop over tokens: a minute's work, several times what 100 blocks have."""
 
 _IN_BLOCK = re.compile(r"\.\d+(\.|$)")
 
@@ -131,6 +135,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func is torch.ops.prim.device.default:  # autograd asks several times for each operation
             return args[0].device
         self.last_operation = str(func)
+        if len(self.events) > _MOST_EVENTS:
+            raise ConfigError(
+                f"{self.modules[-1] if self.modules else 'The model'} loops over tokens, and operations of a row are "
+                "too many to be followed. Give far fewer tokens, such as max_length 128, and count upwards from that."
+            )
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled():
             # autograd's sum of two gradients, which lies in the memory of the first
