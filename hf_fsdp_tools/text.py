@@ -181,6 +181,41 @@ def recipe_commands(recipe: str, table: Mapping[str, str]) -> str:
         gpus = f"{'one GPU' if config[0] == '1' else 'eight GPUs'} of {config[2:4]} GB"
         lines.append(f"# {gpus}, {'LoRA' if '--use_peft' in options else 'all weights'}")
         words = re.sub(" (?!--)", "\0", f"hf-fsdp {recipe} --config_file {config} {options}")  # an option stays whole
-        broken = textwrap.wrap(words, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        broken = textwrap.wrap(words, 78, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         lines.append(" \\\n".join(broken).replace("\0", " "))
     return "\n".join(lines)
+
+
+_FILE = "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
+_OF_LAUNCHER = "cp_size tp_size ep_size dp_replicate_size num_processes num_machines machine_rank compute_environment "
+ELSEWHERE = dict.fromkeys(f"{_OF_LAUNCHER}distributed_type".split(), f"{_FILE}`accelerate launch` takes it.")
+ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
+ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
+_OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
+_OURS |= {"max_seq_length": "max_length", "model": "model_name_or_path", "dataset": "dataset_name"}
+ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in _OURS.items()}
+"""Names of the launcher's options, of other programs', and where each belongs."""
+
+
+def no_option(name: str, known: Iterable[str]) -> str:
+    """What is wrong with a name that no option of a recipe has, "--" before it or not."""
+    near = f"is no option of this recipe{did_you_mean(name, known, otherwise='; --help lists all.')}"
+    if name == "--max_length" and "--max_completion_length" in known:
+        near = "is no option of this recipe: did you mean --max_completion_length?"
+    return f"{name} {ELSEWHERE.get(name.lstrip('-').replace('-', '_'), near)}"
+
+
+def kind_of_file(path: Path) -> str | None:
+    """What a file is by its beginning, as a noun, where it can hold no settings; None for any other."""
+    with path.open("rb") as opened:
+        beginning = opened.read(1 << 16)
+    for start, kind in ((b"GGUF", "a GGUF file"), (b"%PDF", "a PDF"), (b"PAR1", "a dataset of Parquet")):
+        if beginning.startswith(start):
+            return kind
+    if (beginning[8:9] == b"{" and b"\0" in beginning[:8]) or beginning.startswith((b"PK\3\4", b"\x80")):
+        return "a file of weights"
+    first, *rest = beginning.decode("utf-8", "replace").strip().split("\n", 1)
+    if first.startswith("[") or (first.startswith("{") and first.rstrip().endswith("}") and rest):
+        return "a dataset"
+    is_model = first.startswith("{") and re.search(rb'"(model_type|architectures)"\s*:', beginning)
+    return "a model's config.json" if is_model else None

@@ -9,33 +9,51 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.options import ANY_ADDRESS, column, decide
+from hf_fsdp_tools.cli.options import ANY_ADDRESS, SHOWN, column, decide, filled
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.names import refuse_unknown
-from hf_fsdp_tools.text import did_you_mean, recipe_commands
+from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, kind_of_file, no_option, recipe_commands
 
 _SHARED = tuple(
     Path(__file__).parents[1] / name for name in ("scripting/arguments.py", "integrations/trainer_settings.py")
 )
 """Have the options that all recipes share."""
 
-_OWN = ("scripting/formats.py", "cli/launch.py")
+_LIBRARIES = (
+    ("trl", "trainer/*_config.py"), ("trl", "scripts/*.py"), ("transformers", "training_args*.py"),
+    ("sentence_transformers", "**/training_args.py"),
+)  # fmt: skip
+"""Have the others, which are read there: importing TRL takes many seconds."""
 
+_USUAL = {
+    "model_name_or_path": "the model: a hub name or a folder; without one the recipe is a demo",
+    "dataset_name": "the rows: a hub name, a folder or a file (docs/data.md)",
+    "max_length": "tokens at which a row is cut",
+    "max_completion_length": "tokens that are written to a prompt at most",
+    "learning_rate": "size of the first steps",
+    "output_dir": "folder of the result (default: outputs and the name of the recipe)",
+}
+"""The options that nearly every run has, which help lists first."""
+
+_ABOUT = {
+    "--config_file YAML": "takes its config: a file, or the name of one that comes with the package (8x80gb)",
+    "--config NAME": "of the recipe: its options from a file, or those for a model that come with the package, with a "
+    "launch config for 8 GPUs of 80 GB or one (qwen3-8b)",
+    "--cpu": "runs on CPU with gloo, whatever this machine has",
+    "--num_processes N": "starts so many processes over all machines; likewise --num_machines, --machine_rank, "
+    "--main_process_ip, --main_process_port, --gpu_ids, --mixed_precision",
+}
 _HELP = """\
 usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE ...]
 
 Without --config_file the recipe runs on all GPUs of this machine, or on 2 CPU processes. Of `accelerate launch`:
-  --config_file YAML    takes its config: a file, or the name of one that comes with the package (8x80gb)
-  --config NAME         of the recipe: its options from a file, or those for a model that come with the package, with a
-                        launch config for 8 GPUs of 80 GB or one (qwen3-8b)
-  --cpu                 runs on CPU with gloo, whatever this machine has
-  --num_processes N     starts so many processes over all machines; likewise --num_machines, --machine_rank,
-                        --main_process_ip, --main_process_port, --gpu_ids, --mixed_precision
+{about}
 `hf-fsdp estimate MODEL --recipe {name}` predicts memory and time.
 """
 
@@ -67,12 +85,14 @@ def add_recipes(commands: Any) -> None:
 
 def _launch(recipe: Path, options: argparse.Namespace) -> int:
     if {"-h", "--help", "--help-all"} & set(options.rest):
-        print(_HELP.format(name=recipe.stem.replace("_", "-")), flush=True)
+        SHOWN.set()
+        about = "\n".join(column(f"  {name} ", text) for name, text in _ABOUT.items())
+        print(filled(_HELP.format(name=recipe.stem.replace("_", "-"), about=about)), flush=True)
         if "--help-all" in options.rest:
             return subprocess.call([sys.executable, str(recipe), "--help"])
         print(_help_of(recipe))
         return 0
-    refuse_unknown(options.rest, (recipe, *_SHARED, *(Path(__file__).parents[1] / name for name in _OWN)))
+    _check_words(recipe, options.rest)
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
     launch, launcher_words, recipe_words = split_words(options.rest)
@@ -110,21 +130,72 @@ def commands_of(recipe: Path) -> str:
     return recipe_commands(recipe.stem.replace("_", "-"), ast.literal_eval(values["COMMANDS"]))
 
 
+def _classes_of(recipe: Path) -> list[ast.ClassDef]:
+    """The classes that a recipe names, and those from which they inherit, as they stand in sources."""
+    files = [recipe, *_SHARED]
+    for package, pattern in _LIBRARIES:
+        if (spec := find_spec(package)) is not None and spec.origin is not None:
+            files += sorted(Path(spec.origin).parent.glob(pattern))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    there = {node.name: node for tree in reversed(trees) for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = [name for name in dict.fromkeys(re.findall(r"\w+", files[0].read_text(encoding="utf-8"))) if name in there]
+    for name in names:  # which grows
+        bases = (ast.unparse(base).rpartition(".")[2] for base in there[name].bases)
+        names += [base for base in bases if base in there and base not in names]
+    return [there[name] for name in names]
+
+
+def _check_words(recipe: Path, words: Sequence[str]) -> None:
+    """Refuse a package that is absent, and options or keys of the file of `--config` that the recipe does not have, all
+    by sources: before processes start, and import libraries for half a minute."""
+    nodes = [*ast.walk(ast.parse(recipe.read_text(encoding="utf-8")))]
+    roots = [node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    if (absent := next((root for root in roots if find_spec(root) is None), None)) is not None:
+        raise ConfigError(f"{recipe.stem} needs {absent}: pip install {absent.replace('_', '-')}")
+    known = _options_of(*_classes_of(recipe)).keys() | {f"{name}_column" for name in _columns_in(nodes)} | {"config"}
+    if "learning_rate" not in known or (accelerate := find_spec("accelerate")) is None:
+        return  # a version that has its classes elsewhere: the recipe says it
+    launcher = Path(str(accelerate.origin)).with_name("commands") / "launch.py"
+    taken = {name.replace("-", "_") for name in re.findall(r'"--([\w-]+)"', launcher.read_text(encoding="utf-8"))}
+    for word in words:
+        option = word.partition("=")[0]
+        name = option.lstrip("-").replace("-", "_")
+        if re.match("--[a-zA-Z]", word) is None or name in taken:
+            continue
+        if name in ELSEWHERE or not any(each.startswith(name.removeprefix("no_")) for each in known | taken):
+            raise ConfigError(no_option(option, [f"--{each}" for each in known]))
+    for file in re.findall(r"\0--config[=\0]([^\0]+)", "\0" + "\0".join(words)):
+        if Path(file).suffix in (".yaml", ".yml") and not Path(file).exists():
+            raise ConfigError(f"--config {file}: there is no such file")
+        if not Path(file).is_file():
+            continue
+        if (kind := kind_of_file(Path(file))) is not None:
+            raise ConfigError(f"--config {file} is {kind}, and no YAML of a recipe's options, such as max_steps: 10")
+        keys = re.findall(r"^([a-zA-Z]\w*):(?:\s|$)", Path(file).read_text("utf-8", "replace")[: 10**6], re.MULTILINE)
+        if (key := next((key for key in keys if key not in known | {"env"}), None)) is not None:
+            raise ConfigError(f"--config {file}: {no_option(key, known)}")
+
+
+def _columns_in(nodes: Iterable[ast.AST]) -> tuple[str, ...]:
+    """The columns that a recipe's source names to `parse_arguments`."""
+    given = (node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "columns")
+    return next((ast.literal_eval(value) for value in given if isinstance(value, ast.Tuple)), ())
+
+
 def _help_of(recipe: Path) -> str:
     """The docstring of a recipe, its commands and the options that it and this package define, from their source:
     importing TRL, which has all others, takes seconds."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, *_SHARED)]
     about = "options of this recipe, which has those of TRL and transformers too:"
-    lines = [f"{ast.get_docstring(trees[0])}", "", commands_of(recipe), "", about]
+    lines = [filled(ast.get_docstring(trees[0]) or ""), "", commands_of(recipe), "", about]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     given = {node.arg: node.value for node in nodes if isinstance(node, ast.keyword)}
-    options: dict[str, str] = {}
-    for node in nodes:
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(each) == "dataclass" for each in node.decorator_list):
-            options = _options_of(node) | options  # the first that names one knows whether it is an option
-    lines += filter(None, options.values())
-    if isinstance(names := given.get("columns"), ast.Tuple):
-        columns = ", ".join(f"--{name}_column" for name in ast.literal_eval(names))
+    known = _options_of(*_classes_of(recipe))
+    lines += [column(f"  --{name} ", text) for name, text in _USUAL.items() if name in known]
+    own = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list]
+    lines += [line for name, line in _options_of(*own).items() if name not in _USUAL]
+    if names := _columns_in(nodes):
+        columns = ", ".join(f"--{name}_column" for name in names)
         lines.append(column("  columns ", f"{columns}: what the dataset calls them (docs/data.md)"))
     (parse,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "parse_arguments")
     usual = {
@@ -135,19 +206,20 @@ def _help_of(recipe: Path) -> str:
     return "\n".join([*lines, "", f"all options (some seconds): hf-fsdp {recipe.stem.replace('_', '-')} --help-all"])
 
 
-def _options_of(node: ast.ClassDef) -> dict[str, str]:
-    """A line for each field of a dataclass, by its name; "" for one that is no option."""
-    lines = {}
-    for line in node.body:
+def _options_of(*kinds: ast.ClassDef) -> dict[str, str]:
+    """A line for each option that dataclasses make, by its name; the first that has a field knows whether it is one."""
+    lines: dict[str, str] = {}
+    for line in (line for kind in reversed(kinds) for line in kind.body):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            given: dict[str, Any] = {"default": line.value}
+            about, given = "", dict[str, Any](default=line.value)
             if isinstance(line.value, ast.Call):
                 given = {each.arg: each.value for each in line.value.keywords if each.arg is not None}
-            about = ast.literal_eval(given["metadata"])["help"] if "metadata" in given else ""
+            with suppress(KeyError, ValueError):  # libraries put some texts together
+                about = ast.literal_eval(given["metadata"])["help"]
             default = ast.unparse(given["default"]) if given.get("default") is not None else "None"
             text = column(f"  --{line.target.id} ", f"{about} (default: {default})".strip())
             lines[line.target.id] = "" if "init" in given else text
-    return lines
+    return {name: line for name, line in lines.items() if line}
 
 
 def named_config(name: str) -> Path:

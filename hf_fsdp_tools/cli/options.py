@@ -4,6 +4,7 @@ import argparse
 import gc
 import logging
 import math
+import re
 import sys
 import textwrap
 import threading
@@ -11,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import terminal_width
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import LaunchConfig
@@ -46,15 +49,26 @@ def truth(text: str) -> bool:
     return text.lower() == "true"
 
 
+_WIDTH = min(terminal_width() or 80, 110)
+
+
 def examples(*commands: str) -> str:
     """The end of a command's help."""
-    return "\n".join(["examples:", *(f"  hf-fsdp {each}" for each in commands)])
+    wrap = partial(textwrap.wrap, width=_WIDTH - 4, break_on_hyphens=False)
+    return "\n".join(["examples:", *("  " + " \\\n      ".join(wrap(f"hf-fsdp {each}")) for each in commands)])
 
 
 def column(name: str, about: str) -> str:
     """A row of help of two columns, the second at least 20 characters from the left."""
     head = f"{name:<20}" if len(name) <= 20 else f"{name.rstrip()}\n{'':20}"
-    return head + textwrap.fill(about, 90).replace("\n", f"\n{'':20}")
+    return head + textwrap.fill(about, _WIDTH - 20).replace("\n", f"\n{'':20}")
+
+
+def filled(text: str) -> str:
+    """A text whose paragraphs fit the terminal; rows of two columns stay as they are."""
+    parts = re.split(r"(?m)((?:^\S.*\n?)+)", text)  # every second is a paragraph
+    parts[1::2] = [textwrap.fill(part, _WIDTH) + "\n" * part.endswith("\n") for part in parts[1::2]]
+    return "".join(parts)
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:

@@ -26,8 +26,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
-from hf_fsdp_tools.scripting.names import ELSEWHERE, OURS, plain, unknown_option
-from hf_fsdp_tools.text import did_you_mean, first_line, first_lines, recipe_commands
+from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, no_option, recipe_commands
 
 
 @dataclass
@@ -211,10 +210,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         known = {name.lstrip("-") for name in names}
         given = [word.partition("=")[0] for word in words if word[:1] == "-"]
         if (key := next((key for key in file if key not in known), None)) is not None:
-            raise unknown_option(str(key), known, f"--config {options.config}: ")
-        self.given = {plain(word) for word in given} | {*file}
-        if other := next((word for word in given if plain(word) in {*ELSEWHERE} - (known & {*OURS})), None):
-            raise unknown_option(other, names)
+            raise ConfigError(f"--config {options.config}: {no_option(str(key), known)}")
+        self.given = {word.lstrip("-").replace("-", "_") for word in given} | {*file}
+        if other := next((word for word in given if word.lstrip("-").replace("-", "_") in ELSEWHERE), None):
+            raise ConfigError(no_option(other, names))
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
@@ -224,7 +223,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
-            raise unknown_option(wrong, names)
+            raise ConfigError(no_option(wrong, names))
         chosen = adapter if getattr(values, "use_peft", False) else {}
         chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
         if getattr(values, "lora_experts", False):

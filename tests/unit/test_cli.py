@@ -59,36 +59,51 @@ def test_help_imports_nothing_heavy(words):
     assert "usage: hf-fsdp" in done.stdout
     assert done.stderr == ""
     if words[0] == "embed":  # its own options, those of the package, its columns
-        assert re.search(r"--temperature +By which cosines .*default: 0.05", done.stdout)
+        assert re.search(r"--temperature +By which cosines [^-]*default: +0.05", done.stdout)
         assert "--merge_adapters" in done.stdout and "sentence-transformers" in done.stdout
+        first = re.findall(r"^  --(\w+)", done.stdout.partition("options of this recipe")[2], re.MULTILINE)[:5]
+        assert first == ["model_name_or_path", "dataset_name", "max_length", "learning_rate", "output_dir"]
+        assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("--cp_size 2", "--cp_size goes into the launch file"),
-        ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
+        ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one"),
+        ("--learnin_rate=1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
+        ("--model base", "--model is no option of this recipe: did you mean --model_name_or_path?"),
+        ("--config config.json", "--config config.json is a model's config.json, and no YAML"),
+        ("--config rows.jsonl", "--config rows.jsonl is a dataset, and no YAML"),
+        ("--config none.yaml", "--config none.yaml: there is no such file"),
         (
             "--config key.yaml",
-            "--config key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate",
-        ),
-        (
-            "--config config.json",
-            "--config config.json: is the config of a model: name its folder by --model_name_or_path",
+            "--config key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?",
         ),
     ],
 )
-def test_a_wrong_option_of_a_recipe_is_said_before_libraries_are_imported(words, said, tmp_path):
-    (tmp_path / "key.yaml").write_text("lerning_rate: 1e-4\nenv: {A: b}\n")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    code = f"""
-import sys
-from hf_fsdp_tools.cli.main import main
-status = main(["finetune", *{words.split()!r}])
-assert status == 1 and not {{"torch", "transformers", "trl", "accelerate"}} & sys.modules.keys(), sys.modules.keys()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0 and done.stderr.startswith(f"hf-fsdp: error: {said}"), done.stderr
+def test_a_wrong_option_of_a_recipe_is_said_before_its_libraries_are_imported(words, message, tmp_path):
+    texts = {
+        "config.json": '{\n "model_type": "llama"\n}',
+        "rows.jsonl": '{"text": "a"}\n' * 2,
+        "key.yaml": "lerning_rate: 1",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    code = "import sys; from hf_fsdp_tools.cli import options; options.FIRST_S = 600.0\n"
+    code += "from hf_fsdp_tools.cli.main import main; code = main(['finetune', *sys.argv[1:]])\n"
+    code += "print(code, sorted({'torch', 'transformers', 'accelerate', 'trl'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "1 []\n" and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_package_that_a_recipe_imports_is_asked_for_before_ranks_start(monkeypatch, capsys):
+    there = launch.find_spec
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name.startswith("sentence") else there(name))
+    code, out, err = run(capsys, "embed")
+    assert (code, out) == (1, "")
+    assert err == "hf-fsdp: error: embed needs sentence_transformers: pip install sentence-transformers\n"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +143,9 @@ def test_help_has_every_command_once_with_examples_that_parse():
     listed = re.findall(r"^  ([a-z][\w-]*) {2,}[a-z]", parser.epilog, re.MULTILINE)
     assert sorted(listed) == sorted(own) and {"gpus", "finetune", "vision-language"} <= own
     examples = re.findall(
-        r"^  hf-fsdp (.*)", "\n".join([parser.epilog, *(commands[n].epilog or "" for n in own)]), re.M
+        r"^  hf-fsdp (.*)",
+        "\n".join([parser.epilog, *(commands[n].epilog or "" for n in own)]).replace("\\\n", ""),
+        re.MULTILINE,
     )
     assert len(examples) > 15
     for words in map(str.split, examples):

@@ -3,8 +3,10 @@ place where it belongs; there it changes something."""
 
 import argparse
 import ast
+import runpy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from transformers import LlamaConfig
 
 import hf_fsdp_tools
 from hf_fsdp_tools import accelerator
-from hf_fsdp_tools.cli import estimate
+from hf_fsdp_tools.cli import estimate, launch
 from hf_fsdp_tools.cli import main as command
 from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.diagnostics import environment
@@ -151,3 +153,18 @@ def test_each_option_of_a_recipe_is_read():
         read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
         read |= {node.value for node in nodes if isinstance(node, ast.Constant)}
         assert options - read == set(), path
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_launch_knows_the_options_of_a_recipe_from_sources(recipe, monkeypatch):
+    """All that its parser has but DeepSpeed's, for it refuses any other before ranks start."""
+    made: list[set[str]] = []
+
+    def note(parser: Any, *_: Any) -> None:
+        made.append({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arguments._Parser, "parse", note)
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(recipes()[recipe]))["main"]()
+    launch._check_words(recipes()[recipe], sorted(made[0] - {"--deepspeed"}))
