@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.stores import open_file
-from hf_fsdp_tools.text import first_line, listed, quoted
+from hf_fsdp_tools.text import first_line, quoted
 
 MAX_PARSED_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: the largest header of a safetensors file."""
@@ -112,6 +112,109 @@ def refuse_pointer(file: Path, beginning: bytes) -> None:
         )
 
 
+# ---- what a pickle asks for, before it is read ----
+
+_DEEPEST, _MOST_REPEATED, _MOST_DIMENSIONS = 100, 10**6, 64
+"""Of a pickle: tuples in each other, items that are in it once and meant again, sizes of a tensor. (assumed)"""
+
+_PLAIN = {
+    "value": {b"N\x88\x89]}\x8f": 0, b"G": 8},
+    "number": {b"K": 1, b"M": 2},
+    "signed": {b"J": 4, b"\x8a": -1, b"\x8b": -4},
+    "text": {b"U\x8cC": -1, b"TXB": -4, b"\x8d\x8e": -8},
+    "put": {b"q": 1, b"r": 4, b"\x94": 0},
+    "get": {b"h": 1, b"j": 4},
+    "none": {b"\x80": 1, b"\x95": 8},
+    "name": {b"c": 0},
+    "mark": {b"(": 0},
+    "end": {b".": 0},
+}
+_TAKING = {
+    "tuple": {b")": 0, b"\x85": 1, b"\x86": 2, b"\x87": 3, b"t\x91": -1},
+    "call": {b"R\x81": 2, b"\x92": 3},
+    "into": {b"ab": 2, b"s": 3, b"eu\x90": -2},
+    "value of": {b"Q": 1, b"\x93": 2},
+}
+_OPERATIONS = {code: (kind, size, 0) for kind, each in _PLAIN.items() for codes, size in each.items() for code in codes}
+_OPERATIONS |= {code: (kind, 0, n) for kind, each in _TAKING.items() for codes, n in each.items() for code in codes}
+"""The operations that writers of pickles use: kind, bytes of the argument (below 0: of the length in front of it), and
+how many values it takes from the stack (below 0: those behind the mark, and all but one in front of it)."""
+
+
+def refuse_endless(data: bytes) -> None:
+    """Refuse a pickle that asks for more time or memory than its size shows; nothing of it is run.
+
+    A hash walks through all tuples of a key. So of each tuple its depth and its items are known, those in it with them.
+    """
+    stack: list[
+        Any
+    ] = []  # a tuple or object: (depth, items, its own items); a number: 0 or -1; a text, name: its bytes
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    at = repeated = 0
+    while True:
+        if (code := data[at]) not in _OPERATIONS:
+            raise ValueError(f"operation {code:#x} is none that torch or DCP writes")
+        kind, size, taken = _OPERATIONS[code]
+        begin, at = at + 1, at + 1 + size
+        if size < 0:
+            begin, at = begin - size, begin - size + int.from_bytes(data[begin : begin - size], "little")
+        if kind == "put":
+            number = int.from_bytes(data[begin:at], "little") if size else len(memo)
+            if number > at:
+                raise ValueError(f"place {number:,} of its memo is beyond its end")
+            memo[number] = stack[-1]
+        elif kind == "get":
+            stack.append(value := memo[int.from_bytes(data[begin:at], "little")])
+            if type(value) is tuple and (repeated := repeated + value[1]) > _MOST_REPEATED + at:
+                raise ValueError(f"tuples are repeated until they hold more than {repeated:,} items")
+        elif kind == "number":
+            stack.append(0)
+        elif kind == "value":
+            stack.append(None)
+        elif kind == "text":
+            stack.append(data[begin:at])
+        elif kind == "signed":
+            stack.append(-1 if at > begin and data[at - 1] > 127 else 0)
+        elif kind == "mark":
+            marks.append(len(stack))
+        elif kind == "name":
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            stack.append(data[begin : at - 1].rpartition(b"\n")[2])
+        elif kind in _TAKING:
+            start = marks.pop() + taken + 1 if taken < 0 else len(stack) - taken
+            if start < (marks[-1] if marks else 0):
+                raise ValueError("it takes values from where there are none")
+            items = stack[start:]
+            if kind == "call":
+                _refuse_call(*items[:2])
+            depth, count = 1, len(items)
+            for item in items if kind in ("tuple", "call") else ():
+                if type(item) is tuple:
+                    depth, count = max(depth, item[0] + 1), count + item[1]
+            if depth > _DEEPEST:
+                raise ValueError(f"more than {_DEEPEST} tuples are in each other")
+            if kind == "tuple":
+                items = [(depth, count, items)]
+            elif kind == "call":
+                items = [(depth, count, ())]
+            stack[start:] = items[:1] if kind != "value of" else items[1:] or [None]
+        elif kind == "end":
+            return
+
+
+def _refuse_call(function: Any, arguments: Any) -> None:
+    """Refuse a call whose numbers or codec take time and memory that nothing in the pickle shows."""
+    values = arguments[2] if type(arguments) is tuple else [0]
+    is_of_bytes = 0 not in values and (len(values) < 2 or values[1] in (b"latin1", b"latin-1"))
+    if function in (b"bytearray", b"encode") and not is_of_bytes:
+        raise ValueError(f"{function.decode()} is called otherwise than for bytes")
+    if type(function) is bytes and function.startswith(b"_rebuild"):  # on meta, torch looks at no sign
+        sizes = [value[2] for value in values if type(value) is tuple]
+        if any(len(each) > _MOST_DIMENSIONS or -1 in each for each in sizes):
+            raise ValueError(f"a tensor has a size or stride below 0, or more than {_MOST_DIMENSIONS} dimensions")
+
+
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The local header of a zip record: lengths of its name and extra field, after which the data begins."""
 
@@ -196,15 +299,27 @@ def _records(file: Path, window: _Window) -> dict[int, int]:
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise damaged(file, f"{quoted(entry.filename)} is compressed, expected an uncompressed record")
-        orders = {archive.open(entry).read(9) for entry in entries if entry.filename.endswith("byteorder")}
-        if orders - {b"little"}:  # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
-            raise damaged(file, f"has byte order {listed(map(quoted, orders))}, expected little")
+        if all(entry.header_offset for entry in entries):
+            raise damaged(file, "has bytes in front of its archive")  # where Python and torch read other records
     records = {}
     for entry in entries:
         window.seek(entry.header_offset)
         head = window.read(30)
         if len(head) == 30:
-            records[entry.header_offset + 30 + sum(_LOCAL_HEADER.unpack(head))] = entry.file_size
+            begin = entry.header_offset + 30 + sum(_LOCAL_HEADER.unpack(head))
+            records[begin] = entry.file_size
+            name = entry.orig_filename.lower()  # as torch looks for them
+            if "/data/" in name:
+                continue
+            if entry.file_size > MAX_PARSED_BYTES:  # torch reads it whole
+                raise damaged(file, f"{quoted(entry.filename)} has {entry.file_size:,} bytes, and is no tensor")
+            window.seek(begin)
+            if name.endswith("data.pkl"):
+                with library_errors(f"{file}: cannot be opened", _SAVE_AGAIN):
+                    refuse_endless(window.read(entry.file_size))
+            elif name.endswith("byteorder") and (order := window.read(entry.file_size)) != b"little":
+                # torch would swap the bytes of a meta tensor, which has none, and crash (2.13)
+                raise damaged(file, f"has byte order {quoted(order)}, expected little")
     return records
 
 

@@ -1,14 +1,14 @@
 """Files of torch.save: every tensor is found where its bytes are, and nothing of a file is run."""
 
+import math
 import os
 import pickle
 import random
 import shutil
-import struct
 import zipfile
 from collections import OrderedDict
 from decimal import Decimal
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from hf_fsdp_tools import CheckpointError, from_pretrained
 from hf_fsdp_tools.integrations.resume import refuse_damage
 from hf_fsdp_tools.loading import index as index_module
+from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
 from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -91,6 +92,14 @@ def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
     return target
 
 
+def tensor(*shape: int, strides: bytes) -> bytes:
+    """A pickled dict of one tensor."""
+    numel, sizes = bytes((75, math.prod(shape))), b"(" + b"".join(bytes((75, n)) for n in shape) + b"t"
+    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpu" + numel + b"tQ"
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + sizes + b"(" + strides + b"t\x89"
+    return b"}X\1\0\0\0a" + call + b"ccollections\nOrderedDict\n)RtRs"
+
+
 def saved(beside: Path) -> Path:
     torch.save(state_dict(), beside.with_name("good.bin"))
     return beside.with_name("good.bin")
@@ -108,13 +117,82 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "expanded": (lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file), "'a' is an expanded .*contiguous"),
     "a number": (lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file), r"no tensors: 'epoch' \(int\); ex"),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
-    "a long order": (
-        lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"x" * 10**6),
-        "b'xxxxxxxxx'",
-    ),
     "a pipe": (os.mkfifo, "is no regular file"),
     "compressed": (lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED), "is compressed, expected"),
+    "a stride below 0": (
+        lambda file: pickled(file, tensor(2, 3, strides=b"J\xfd\xff\xff\xffK\1"), **{"data/0": bytes(24)}),
+        r"a size or stride below 0",
+    ),
+    "a large byte order": (
+        lambda file: pickled(file, b"}", byteorder=bytes(10**8 + 1)),
+        "has 100,000,001 bytes, and is",
+    ),
+    "an archive behind others": (
+        lambda file: file.write_bytes(b"0" + rezipped(saved(file), file, zipfile.ZIP_STORED).read_bytes()),
+        "has bytes in front of its archive",
+    ),
 }
+
+
+DOUBLED = b")q\0" + b"".join(bytes((104, i, 104, i, 0x86, 113, i + 1)) for i in range(60))
+ENDLESS = {
+    "a key of 2^60 parts": (b"}" + DOUBLED + b"Ns", "are repeated until they hold more than"),
+    "an item of 2^60 parts": (b"c__builtin__\nset\n]" + DOUBLED + b"a\x85R", "are repeated until"),
+    "a deep key": (b"})" + b"\x85" * 300_000 + b"Ns", "more than 100 tuples are in each other"),
+    "a key doubled in place": (b"})" + b"2\x86" * 60 + b"Ns", "operation 0x32 is none that torch or DCP writes"),
+    "gigabytes of zeros": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R", "bytearray is called otherwise than"),
+    "gigabytes in a list": (b"c__builtin__\nbytearray\n]J\xff\xff\xff\x7faR", "bytearray is called otherwise than"),
+    "a slow codec": (b"c_codecs\nencode\nX\1\0\0\0aX\x08\0\0\0punycode\x86R", "encode is called otherwise than"),
+    "a memo of gigabytes": (b"Nr\xff\xff\xff\x7f", "place 2,147,483,647 of its memo is beyond its end"),
+    "many dimensions": (
+        b"ctorch._utils\n_rebuild_tensor_v2\nN(" + b"K\1" * 99 + b"t\x86R",
+        "or more than 64 dimensions",
+    ),
+    "nothing on the stack": (b"(\x86", "takes values from where there are none"),
+}
+"""Pickles that torch's restricted unpickler, and that of DCP's metadata, would not be done with."""
+
+
+def pickled(file: Path, content: bytes, **records: bytes) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, record in {"data.pkl": b"\x80\2" + content + b".", "version": b"3\n", **records}.items():
+            archive.writestr(f"archive/{name}", record)
+
+
+@pytest.mark.parametrize(("content", "said"), [*ENDLESS.values()], ids=[*ENDLESS])
+def test_a_pickle_without_an_end_is_refused_before_it_is_read(tmp_path: Path, content: bytes, said: str) -> None:
+    pickled(tmp_path / "x.bin", content)
+    with pytest.raises(CheckpointError, match=rf"x\.bin: cannot be opened: .*{said}.*download it again"):
+        load_pickled(tmp_path / "x.bin", safe=TORCH_SAFE_GLOBALS)
+    (tmp_path / METADATA).write_bytes(b"\x80\2" + content + b".")
+    with pytest.raises(CheckpointError, match=rf"\.metadata: cannot be read as .*{said}.*Save it again"):
+        parse_dcp(tmp_path)
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+CHANGES = {
+    "a class": f"c{DCP}\nMetadataIndex\n".encode() + b"N}X\x08\0\0\0__hash__Ns\x86b",
+    "a class by its place": f"c{DCP}\nMetadata\nq\1]h\1".encode() + b"N}X\x08\0\0\0__init__Ns\x86b",
+    "a path's class": b"cpathlib\nPurePosixPath\nN}X\1\0\0\0aNs\x86b",
+    "a function": b"ctorch.serialization\n_get_layout\nN}X\1\0\0\0aNs\x86b",
+    "a member": f"c{DCP}\n_MEM_FORMAT_ENCODING\n".encode() + b"K\1\x85R}X\7\0\0\0_value_K\7sb",
+    "a key in a key": f"c{DCP}\nMetadataIndex\n".encode() + b"q\1}h\1h\1N\x85R\x85RNs",
+}
+"""What pickle's BUILD would set for good, of that which the metadata may name; and what a hash walks through."""
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_refused_metadata_changes_nothing(tmp_path: Path, what: str) -> None:
+    kinds = [dcp.Metadata, dcp.MetadataIndex, dcp._MEM_FORMAT_ENCODING, PurePosixPath, torch.serialization._get_layout]
+    kinds.append(dcp._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST)
+    body = pickle.dumps(dcp.Metadata({}), 2)[2:]
+    before = [dict(vars(kind)) for kind in kinds]
+    (tmp_path / METADATA).write_bytes(b"\x80\2" + CHANGES[what] + body)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read as the metadata"):
+        parse_dcp(tmp_path)
+    assert [dict(vars(kind)) for kind in kinds] == before
+    (tmp_path / METADATA).write_bytes(b"\x80\2" + body)
+    parse_dcp(tmp_path)
 
 
 @pytest.mark.parametrize(("make", "said"), [*REFUSED.values()], ids=[*REFUSED])
@@ -124,25 +202,6 @@ def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
         parse_pickled(tmp_path / "bad.bin")
     assert str(tmp_path / "bad.bin") in str(caught.value)
     assert not (tmp_path / "ran").exists(), "code of the file was run"
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        ("MetadataIndex", "__hash__", b"N"),
-        ("Metadata", "__init__", b"ctorch\nSize\n"),
-        ("StorageMeta", "save_id", b"K\x01"),
-    ],
-)
-def test_a_refused_metadata_changes_no_class_of_dcp(tmp_path: Path, kind: str, name: str, value: bytes) -> None:
-    right = pickle.dumps(dcp.Metadata({}, storage_data={dcp.MetadataIndex("a"): 1}), 2)
-    text = b"X" + struct.pack("<I", len(name)) + name.encode()
-    sets = f"c{dcp.__name__}\n{kind}\n".encode() + b"N}" + text + value + b"s\x86b0"
-    before = dict(vars(getattr(dcp, kind)))
-    (tmp_path / ".metadata").write_bytes(right[:2] + sets + right[2:])
-    with pytest.raises(CheckpointError, match=rf"it changes {kind}\.{name}"):
-        CheckpointIndex.open(tmp_path)
-    assert dict(vars(getattr(dcp, kind))) == before
 
 
 def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None:
@@ -160,6 +219,7 @@ def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None
         "pairs": [(i, i) for i in range(20_000)],
         "ordered": OrderedDict(a=1),
         "large": 2**128,
+        "bytes": (b"abc", bytearray(), bytearray(b"abc")),
         "seen": Decimal(3),
     }
     torch.save(state, tmp_path / "x")

@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.serialization import _get_layout
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
-from hf_fsdp_tools.modeling.pickles import load_pickled
+from hf_fsdp_tools.modeling.pickles import load_pickled, read_small, refuse_endless
 from hf_fsdp_tools.stores import at_hand
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
@@ -185,6 +184,9 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> tuple[di
 METADATA = ".metadata"
 """Name of DCP's metadata file."""
 
+_MOST_METADATA_BYTES = 10**9
+"""Bytes of that file, which has about 140 for each chunk. (assumed)"""
+
 MODEL_FOLDERS = "pytorch_model_fsdp_*"
 """DCP folders of models inside a folder that Accelerate's `save_state` or the Trainer wrote."""
 
@@ -278,7 +280,7 @@ def _check(folder: Path, complete: bool) -> tuple[dict[Path, tuple[int, ...]], S
         for index, place in metadata.storage_data.items():
             _place(file, index, place)
         entries = metadata.state_dict_metadata.items()
-        values = {key: dcp.MetadataIndex(key) for key, kind in entries if type(kind) is dcp.BytesStorageMetadata}
+        values = {key: _Index(key) for key, kind in entries if isinstance(kind, dcp.BytesStorageMetadata)}
         places = {key: _place(file, index, metadata.storage_data.get(index)) for key, index in values.items()}
         shapes = {key: _sizes(e.size) if isinstance(e, dcp.TensorStorageMetadata) else None for key, e in entries}
     with at_hand((folder / name, offset, offset + length) for name, offset, length in places.values()):
@@ -294,13 +296,41 @@ def _check(folder: Path, complete: bool) -> tuple[dict[Path, tuple[int, ...]], S
 # ---- the metadata file ----
 
 
-_RECORDS = {
-    **{(dcp.__name__, name): kind for name in dcp.__all__ if isinstance(kind := getattr(dcp, name), type)},
-    (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
-    (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+class _Fixed(type):
+    """The type of classes that no pickle can change: pickle's BUILD sets attributes of whatever it is given."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it would set {name} of the class {cls.__name__}")
+
+
+class _Index(dcp.MetadataIndex, metaclass=_Fixed):
+    """DCP's key of a chunk or a value."""
+
+    def __hash__(self) -> int:  # an index in an index could take for ever
+        if type(self.fqn) is not str or type(self.offset) not in (torch.Size, type(None)):
+            raise TypeError(f"{quoted(self.fqn)}, {quoted(self.offset)} name no tensor")
+        return hash((self.fqn, self.offset))
+
+
+class _Properties(dcp.TensorProperties, metaclass=_Fixed):
+    """DCP's properties of a tensor."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+_RECORDS: dict[tuple[str, str], type] = {
+    **{(dcp.__name__, name): _Fixed(name, (getattr(dcp, name),), {}) for name in dcp.__all__},
+    (dcp.__name__, "MetadataIndex"): _Index,
+    (dcp.__name__, "TensorProperties"): _Properties,
+    (dcp.__name__, "_MEM_FORMAT_ENCODING"): int,
+    (_StorageInfo.__module__, "_StorageInfo"): _Fixed("_StorageInfo", (_StorageInfo,), {}),
+    ("torch.serialization", "_get_layout"): str,
     ("torch", "Size"): torch.Size,
 }
-"""The records of DCP's metadata, by module and name."""
+"""What stands for the records of DCP's metadata, by module and name: nothing that the process uses otherwise."""
+
+_Path = _Fixed("_Path", (PurePosixPath,), {})
 
 
 class _Unpickler(pickle.Unpickler):
@@ -312,44 +342,18 @@ class _Unpickler(pickle.Unpickler):
             return _RECORDS[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        # by functions of this one file: a pickle may set attributes of what it names
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda layout: _get_layout(layout)  # type: ignore[no-untyped-call]
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return lambda *parts: PurePosixPath(*parts)
+            return _Path
         raise pickle.UnpicklingError(f"{module}.{name} is nothing that DCP writes")
-
-
-@contextmanager
-def _as_they_were(kinds: Iterable[type]) -> Iterator[None]:
-    """Refuse a block that has set attributes of these classes, as a pickle can, and set them back."""
-    before = {kind: dict(vars(kind)) for kind in kinds}
-    try:
-        yield
-    finally:
-        changed = [
-            (kind, name)
-            for kind, was in before.items()
-            for name in {*was, *vars(kind)}
-            if was.get(name, kind) is not vars(kind).get(name, kind)
-        ]
-        for kind, name in changed:
-            if name in before[kind]:
-                setattr(kind, name, before[kind][name])
-            else:
-                delattr(kind, name)
-        if changed:
-            raise pickle.UnpicklingError(f"it changes {listed(sorted(f'{kind.__name__}.{n}' for kind, n in changed))}")
 
 
 def _read_metadata(file: Path) -> tuple[dcp.Metadata, int]:
     """The metadata, of whose parts any may have another type than DCP gives them; and its bytes."""
-    with watched(file):
-        text = file.read_bytes()
+    text = read_small(file, _MOST_METADATA_BYTES)
     cure = "Save it again, or give the folder of a Hugging Face checkpoint."
     with library_errors(f"{file}: cannot be read as the metadata of torch.distributed.checkpoint", cure):
-        with _as_they_were(kind for kind in _RECORDS.values() if kind.__module__.startswith("torch.distributed")):
-            metadata = _Unpickler(io.BytesIO(text)).load()
+        refuse_endless(text)
+        metadata = _Unpickler(io.BytesIO(text)).load()
         if not isinstance(metadata, dcp.Metadata) or not all(type(key) is str for key in metadata.state_dict_metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}, expected metadata of named tensors")
     return metadata, len(text)
@@ -371,7 +375,7 @@ def _tensors(file: Path, metadata: dcp.Metadata) -> Iterator[tuple[SavedPath, Ch
             box = Box(start=_sizes(saved.offsets, len(shape)), length=_sizes(saved.sizes, len(shape)))
             if not box.numel:
                 continue
-            index = dcp.MetadataIndex(key, saved.offsets)
+            index = _Index(key, saved.offsets)
             place, offset, length = _place(file, index, metadata.storage_data.get(index))
             ranges = ", ".join(f"{s}:{s + n}" for s, n in zip(box.start, box.length, strict=True))
             name = f"{key}[{ranges}]" if shape else key
