@@ -55,7 +55,10 @@ class Translation:
 
     def say(self, key: str, value: Any, meaning: str) -> None:
         """Note the meaning of a key."""
-        self.sentences[key] = (json.dumps(value) if isinstance(value, list | dict | bool) else str(value), meaning)
+        shown = (
+            json.dumps(value) if isinstance(value, bool) else quoted(value) if isinstance(value, list | dict) else value
+        )
+        self.sentences[key] = (str(shown), meaning)
 
     def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
         """Note a problem."""
@@ -375,7 +378,7 @@ def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) ->
 def _read(path: Path) -> dict[str, Any]:
     try:
         data = load_yaml(path)  # JSON is YAML
-    except (CheckpointError, UnicodeDecodeError) as error:
+    except CheckpointError as error:
         raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None

@@ -30,6 +30,9 @@ MAX_PARSED_BYTES = 100_000_000
 _MOST_YAML_BYTES = 10**6
 """Bytes of YAML: a second is needed for a megabyte. (assumed)"""
 
+_LONGEST_PLAIN = 1000
+"""Characters of a value without quotes in YAML. (assumed)"""
+
 
 def read_small(file: Path, most: int = MAX_PARSED_BYTES) -> bytes:
     """The bytes of a file that is parsed as a whole."""
@@ -73,20 +76,26 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_yaml(file: Path) -> Any:
-    """The content of a YAML file, whose values stand where they are used: aliases double what is read at each line."""
+    """The content of a YAML file, in which every value is written out; whatever is wrong with it is a `YAMLError`."""
+    content = read_small(file, _MOST_YAML_BYTES)
     try:
-        return yaml.load(read_small(file, _MOST_YAML_BYTES), _WithoutAliases)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deep") from None
+        return yaml.load(content, Loader=_WrittenOut)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # of PyYAML, over dates, numbers and depths that it does not expect
+        raise yaml.YAMLError(f"{type(error).__name__}: {first_line(error)}") from None
 
 
-class _WithoutAliases(yaml.SafeLoader):
-    """A SafeLoader to which an alias is an error."""
+class _WrittenOut(yaml.SafeLoader):
+    """Refuses what a short file can be endless with: values that are meant again, and numbers in base 60."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "an alias stands for its value: write that", mark)
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        is_long = isinstance(event, yaml.ScalarEvent) and event.implicit[0] and len(event.value) > _LONGEST_PLAIN
+        if isinstance(event, yaml.AliasEvent) or is_long:
+            said = f"the alias *{event.anchor}" if not is_long else f"a value of {len(event.value):,} characters"
+            cure = "write the value out, in quotes where it is a long text"
+            raise yaml.composer.ComposerError(None, None, f"{said} is not read here: {cure}", event.start_mark)
         return super().compose_node(parent, index)
 
 

@@ -257,6 +257,23 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         "'num_hidden_layers' is -1, expected at most 10,000 and none",
     ),
     "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), LaunchConfig.check_file, "is 1,250,000 bytes long"),
+    **{
+        f"YAML with {name}": (in_file("c.yaml", text), LaunchConfig.translate_file, said)
+        for name, text, said in (
+            (
+                "merge keys",
+                "a: &a {b: 1}\nc: {<<: [*a, *a]}\n",
+                r"c\.yaml.* the alias \*a is not read here: write .*line 2",
+            ),
+            ("a value in itself", "a: &a [*a]\n", r"c\.yaml.* the alias \*a is not read"),
+            ("a number in base 60", "a: 1" + ":1" * 300_000, r"c\.yaml.* a value of 600,001 characters is not read"),
+            ("lists in lists", "a: " + "[" * 10**5, r"c\.yaml.*RecursionError"),
+            ("maps in maps", "{a: " * 10**4 + "}" * 10**4, r"c\.yaml.*RecursionError"),
+            ("no such month", "a: 2026-13-01", r"c\.yaml.*ValueError: month must be"),
+            ("a long number", "a: " + "9" * 5000, r"c\.yaml.* a value of 5,000 characters"),
+            ("a wrong tag", "a: !!timestamp x", r"c\.yaml.*AttributeError"),
+        )
+    },
     "a config that is a pipe": (pipe, LaunchConfig.translate_file, "is no regular file"),
     "DeepSpeed's file without end": (without_end, LaunchConfig.translate_file, "is 1,099,511,627,776 bytes long"),
 }
@@ -269,3 +286,8 @@ def test_files_beside_the_weights_are_one_error_too(tmp_path: Path, name: str) -
     with pytest.raises(FSDPToolsError, match=said) as caught:
         read(make(tmp_path))
     assert len(str(caught.value)) < MOST_CHARACTERS
+
+
+def test_values_that_no_json_has_are_said_like_others(tmp_path: Path) -> None:
+    file = in_file("c.yaml", "distributed_type: FSDP\nnum_processes: 1\nmine: [2026-01-01, !!set {b}]\n")(tmp_path)
+    assert "mine" in " ".join(finding.fact for finding in LaunchConfig.check_file(file))
