@@ -18,6 +18,11 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 CARD = "README.md"
 
+OF_GGUF = (
+    "Make a plain checkpoint of GGUF files once: "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
+)
+
 
 def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     """The local path of a name, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
@@ -26,6 +31,8 @@ def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     in a store ("s3://bucket/run") gives the stub that stands for what is there.
     """
     name = fspath(name_or_path)
+    if name.startswith("https://huggingface.co/"):
+        raise CheckpointError(f"{name!r} is a page. Give the name on the hub: {'/'.join(name.split('/')[3:5])}")
     if (url := as_url(name)) is not None:
         return stub_of(url)
     name = name.removeprefix("file://")
@@ -56,6 +63,11 @@ def fetch(
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
+    if ":" in name:
+        raise CheckpointError(
+            f"{name!r} is a name with a tag, of Ollama or of GGUF files, which cannot be trained on. Give the model of "
+            "which it was made by its name on the hub, such as Qwen/Qwen3-8B."
+        )
     refusal: Exception | None = None
     try:
         if not local_files_only:

@@ -47,8 +47,10 @@ def comment(text: str) -> str:
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """The end of a sentence about an unknown name: ": did you mean X or Y?"; where nothing is near, `otherwise`, or all
     known names."""
-    names = sorted(known)
-    if near := difflib.get_close_matches(name, names, n=2, cutoff=0.7):
+    plain, every = name.lstrip("-"), sorted(known)
+    names = difflib.get_close_matches(name, every, n=len(every) or 1, cutoff=0)  # the nearest first
+    inside = [each for each in names if len(plain) > 3 and plain in each]
+    if near := (inside or difflib.get_close_matches(name, names, n=2, cutoff=0.7))[:2]:
         return f": did you mean {' or '.join(near)}?"
     return f"; known are {', '.join(names)}." if otherwise is None else otherwise
 
@@ -191,9 +193,10 @@ _OF_LAUNCHER = "cp_size tp_size ep_size dp_replicate_size num_processes num_mach
 ELSEWHERE = dict.fromkeys(f"{_OF_LAUNCHER}distributed_type".split(), f"{_FILE}`accelerate launch` takes it.")
 ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
 ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
-_OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
-_OURS |= {"max_seq_length": "max_length", "model": "model_name_or_path", "dataset": "dataset_name"}
-ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in _OURS.items()}
+OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
+OURS |= {"max_seq_length": "max_length", "model": "model_name_or_path", "dataset": "dataset_name"}
+OURS |= {"seq_len": "max_length", "gpus": "num_processes"}
+ELSEWHERE |= {name: f"is no option of this recipe: did you mean --{ours}?" for name, ours in OURS.items()}
 """Names of the launcher's options, of other programs', and where each belongs."""
 
 

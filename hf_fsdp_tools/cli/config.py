@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
+    FLOAT8,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -175,7 +176,7 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     if "num_machines" in reasons and config.num_machines > 1:
         lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
     if config.mixed_precision == "fp8":
-        lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
+        lines.append(f"fp8       {FLOAT8}")
     degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
     recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload", "_save_ops"))
     names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
@@ -269,7 +270,7 @@ def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str)
     """The fastest setting of the model that fits on the machines of a config, of what the options leave open."""
     if config.use_cpu:
         raise ConfigError(
-            f"{options.model}: what fits on the CPU is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
+            f"what fits on the CPU is not known: leave {options.model} out, or say for which GPUs: --gpu h100-80gb "
             "--num-processes 8"
         )
     from hf_fsdp_tools.foresight.recommend import recommend_config
@@ -279,9 +280,7 @@ def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str)
     name = _gpu_name(options)
     if name is None:
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
-    is_float8 = config.mixed_precision == "fp8"
-    estimated = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
-    values = explicit_fields(estimated) | {"gpu": gpu_named(name).name, "num_processes": config.num_processes}
+    values = explicit_fields(options) | {"gpu": gpu_named(name).name, "num_processes": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
     values["mixed_precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)

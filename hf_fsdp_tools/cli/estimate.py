@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.options import (
+    FLOAT8,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -120,7 +121,9 @@ def _estimate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_value(options, estimates), indent=1))
         return
-    notes = [*_notes(first, whole_loss, more), *filter(None, [options.recipe and RECIPES[options.recipe].note])]
+    of_float8 = f"fp8: {FLOAT8}" if options.mixed_precision == "fp8" else ""
+    of_recipe = RECIPES[options.recipe].note if options.recipe else ""
+    notes = [*_notes(first, whole_loss, more), *filter(None, [of_float8, of_recipe])]
     print(within("\n".join([str(first), *notes]), 100))
     if options.explain:
         print("", *_explained(first), sep="\n")

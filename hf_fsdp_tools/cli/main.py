@@ -23,7 +23,7 @@ from hf_fsdp_tools.cli.options import FIRST_S, SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import OURS, did_you_mean
 
 _LOADING = "hf-fsdp: loading libraries …"
 
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rest = words[1:]
     elif rest:
         known = set(re.findall(r"--[a-z][\w-]*", options.command.format_help()))
-        options.command.error(f"{rest[0]} is no option of this command{did_you_mean(rest[0], known, otherwise='')}")
+        ours = "--" + OURS.get(rest[0].lstrip("-").replace("-", "_"), "").replace("_", "-")
+        near = f": did you mean {ours}?" if ours in known else did_you_mean(rest[0], known, otherwise="")
+        options.command.error(f"{rest[0]} is no option of this command{near}")
     options.command_line = shlex.join(["hf-fsdp", *words])
     for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
         logging.getLogger(talker).setLevel(logging.ERROR)

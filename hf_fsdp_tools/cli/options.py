@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import terminal_width
+from hf_fsdp_tools.text import did_you_mean, terminal_width
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import LaunchConfig
@@ -274,7 +274,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     names = sorted(each.replace("_", "-") for each in recipes)
     about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `config`: finetune); if given, "
     about += "`config --output` writes its options too"
-    add("--recipe", choices=names, metavar="NAME", help=about)
+    add("--recipe", type=partial(_recipe, names), metavar="NAME", help=about)
     about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", type=count, metavar="N", help=about)
     about = "tokens per sequence (default: 4096, or the model's most)"
@@ -308,12 +308,26 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--torch-compile", dest="compile", action=argparse.BooleanOptionalAction, help=compiled)
 
 
+def _recipe(names: Sequence[str], text: str) -> str:
+    """A recipe's name, by a type for argparse, which names the nearest."""
+    name = text.lower().replace("_", "-")
+    if name not in names:
+        name = {"sft": "finetune", "rm": "reward", "vlm": "vision-language"}.get(name, name)
+        near = f": did you mean {name}?" if name in names else did_you_mean(name, names)
+        raise argparse.ArgumentTypeError(f"{text!r} is no recipe{near}")
+    return name
+
+
 def _image_size(text: str) -> tuple[int, int]:
     """Height and width from "HxW", or from one number for both."""
     sides = [int(side) for side in text.lower().split("x") if side.isdigit()]
     if len(sides) != text.lower().count("x") + 1 or len(sides) > 2 or min(sides) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size of an image; give height x width, such as 512x512")
     return sides[0], sides[-1]
+
+
+FLOAT8 = "estimated as bf16, which gathers more and multiplies more slowly"
+"""What estimates make of FP8."""
 
 
 def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -323,13 +337,8 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     known = {each.name for each in fields(TrainingSetup)}
     values = {name: value for name, value in vars(options).items() if name in known and value is not None}
-    if values.get("mixed_precision") == "no":
-        values["mixed_precision"] = "fp32"
-    if values.get("mixed_precision") == "fp8":
-        raise ConfigError(
-            "--mixed-precision fp8: FP8 is not estimated. bf16 is what it needs at most: FP8 gathers half the bytes of "
-            "the linear layers of blocks, and multiplies faster"
-        )
+    if (precision := values.get("mixed_precision")) in ("no", "fp8"):
+        values["mixed_precision"] = "fp32" if precision == "no" else "bf16"
     if options.lora_r is None:
         refuse(options, ("lora_target_modules", "lora_dropout"), "is for an adapter: add --lora-r, such as 16")
     else:
@@ -356,12 +365,18 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     """The setup of these fields, as a recipe trains it if one is named: by the options that it would be started with,
     so that what is estimated is what is run. The options get the class of the recipe's model."""
     from hf_fsdp_tools.foresight.setup import TrainingSetup
-    from hf_fsdp_tools.scripting.setups import RECIPES, options_of, setup_of
+    from hf_fsdp_tools.modeling.configs import max_positions
+    from hf_fsdp_tools.modeling.meta import load_config
+    from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, options_of, setup_of
 
-    wanted = TrainingSetup(**({"max_length": usual_length(options)} | values))
+    prepare_model(options)
+    config = load_config(options.model, trust_remote_code=options.trust_remote_code)
+    wanted = TrainingSetup(**({"max_length": min(4096, max_positions(config) or 4096)} | values))
     if recipe is None:
         return wanted
     own, problem = RECIPES[recipe], f"does not go with --recipe {recipe}"
+    if own.auto_class is None and options.auto_class is None:
+        check_generates(config, options.model, trust_remote_code=options.trust_remote_code)
     if options.auto_class not in (None, own.auto_class):
         refuse(options, ("auto_class",), f"{problem}, which makes {own.auto_class or 'what the config names'}")
     if recipe == "distill" and not wanted.frozen_models:
@@ -374,16 +389,6 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
             has = f", which has {value}" if value else ""
             refuse(options, (name,), f"{problem}{has}; `hf-fsdp estimate` without --recipe takes it")
     return setup
-
-
-def usual_length(options: argparse.Namespace) -> int:
-    """4,096 tokens, or the most that the model's config names where that is less."""
-    prepare_model(options)
-    from hf_fsdp_tools.modeling.configs import max_positions
-    from hf_fsdp_tools.modeling.meta import load_config
-
-    config = load_config(options.model, trust_remote_code=options.trust_remote_code)
-    return min(4096, max_positions(config) or 4096)
 
 
 SHOWN = threading.Event()

@@ -23,7 +23,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding, by_severity, error, warn
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
 from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
-from hf_fsdp_tools.text import did_you_mean, listed, quoted
+from hf_fsdp_tools.text import did_you_mean, first_line, kind_of_file, listed, quoted
 
 
 @dataclass(kw_only=True)
@@ -377,11 +377,16 @@ def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) ->
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = load_yaml(path)  # JSON is YAML
+        kind = kind_of_file(path) if path.is_file() else None
+        data = None if kind else load_yaml(path)  # JSON is YAML
     except CheckpointError as error:
         raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path} is neither YAML nor JSON{where}: {problem}") from None
+    if kind is not None:
+        raise ConfigError(f"{path} is {kind}, and no config of a launch. `hf-fsdp config` makes one")
     if not isinstance(data, dict):
         content = "nothing" if data is None else quoted(data)
         raise ConfigError(f"{path} is no config: expected `key: value` lines, found {content}")

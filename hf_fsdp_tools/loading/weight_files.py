@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.hub import OF_GGUF
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.formats.safetensors import OF_GGUF
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import stored_object

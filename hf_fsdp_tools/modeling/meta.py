@@ -17,7 +17,7 @@ from transformers import initialization as init
 
 from hf_fsdp_tools.doors import extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
-from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.hub import OF_GGUF, fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
@@ -26,7 +26,7 @@ from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import set_aside_quantization
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import pinned, told
-from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
+from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, kind_of_file, listed, quoted
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
@@ -50,6 +50,10 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
         commit = hub_kwargs["revision"]
     else:
         _check_config_is_there(path)
+        kind = kind_of_file(path) if path.is_file() else None
+        if kind not in (None, "a model's config.json"):
+            cure = OF_GGUF if "GGUF" in str(kind) else "Give the model's folder, or a hub name."
+            raise CheckpointError(f"{path} is {kind}, and no model. {cure}")
         _check_config_file(path if path.is_file() else path / (hub_kwargs.get("subfolder") or "") / "config.json")
         name, commit = str(path), None
     with library_errors(f"The configuration of {name!r} cannot be used", _CURE):
@@ -236,11 +240,10 @@ def _check_config_is_there(path: Path) -> None:
                 f"{str(path)!r} holds an adapter alone. Give the folder of its base, or one that `--merge_adapters` or "
                 "PEFT's `merge_and_unload` has made."
             )
-        found = listed(sorted(entry.name for entry in path.iterdir()), 8) or "nothing"
-        raise CheckpointError(
-            f"No config.json in {str(path)!r} (found: {found}). Give a folder that `save_pretrained` wrote, "
-            "a hub name, or the path of a config.json."
-        )
+        names = sorted(entry.name for entry in path.iterdir())
+        cure = "Give a folder that `save_pretrained` wrote, a hub name, or the path of a config.json."
+        cure = OF_GGUF if any(name.endswith(".gguf") for name in names) else cure
+        raise CheckpointError(f"No config.json in {str(path)!r} (found: {listed(names, 8) or 'nothing'}). {cure}")
 
 
 def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -254,10 +257,8 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **options)
     if not (folder / "config.json").is_file():
         where = f", folder {options['subfolder']!r}" if options.get("subfolder") else ""
-        raise CheckpointError(
-            f"No config.json in {name!r}{where} (commit {pinned['revision']}). "
-            "Give the name of a transformers model, or its subfolder."
-        )
+        cure = OF_GGUF if "gguf" in name.lower() else "Give the name of a transformers model, or its subfolder."
+        raise CheckpointError(f"No config.json in {name!r}{where} (commit {pinned['revision']}). {cure}")
     _check_config_file(folder / "config.json")
     # Remote code may come from another repository, so only without it is everything in the cache.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}

@@ -12,8 +12,9 @@ from transformers import Trainer
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
-from hf_fsdp_tools.modeling.configs import max_positions, model_class, text_config
+from hf_fsdp_tools.modeling.configs import max_positions, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.scripting.setups import check_generates
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options, training_template
 from hf_fsdp_tools.sharding.adapters import say_what_has_none, stacked_experts
 from hf_fsdp_tools.sharding.checks import check_kind
@@ -49,7 +50,8 @@ def check_before_loading(
     with agreed("checking the settings"):
         config = load_config(model_args.model_name_or_path, **hub_options(model_args, training))
         if auto_class is None:
-            _check_generates(config, training, model_args.model_name_or_path)
+            remote = getattr(training, "trust_remote_code", False)
+            check_generates(config, model_args.model_name_or_path, trust_remote_code=remote)
         _check_output(training, model_args)
         _check_optimizer(training)
         if getattr(training, "padding_free", False) and not training.packing and training.max_length is not None:
@@ -57,6 +59,7 @@ def check_before_loading(
             raise ConfigError(f"{option}. Use --max_length none with short rows, or --packing true, which cuts them.")
         _fit_positions(config, training, model_args, auto_class)
         _check_rows(training, tokenizer, train)
+        _check_end(config, tokenizer, model_args.model_name_or_path, auto_class)
         _check_vocabulary(config, tokenizer, model_args.model_name_or_path, [train, evaluation])
         if model_args.load_in_4bit:
             _check_4bit(model_args, training)
@@ -87,18 +90,6 @@ def check_prepared_rows(trainer: Any, given: int | None = None) -> None:
     full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
     if full and not is_packed and rank_and_size()[0] == 0:
         print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
-
-
-def _check_generates(config: Any, training: Any, name: str) -> None:
-    """Refuse a model that writes no text (an encoder), or reads a question apart, where next tokens are trained."""
-    kind = model_class(config, trust_remote_code=getattr(training, "trust_remote_code", False))
-    cure = "Give a causal language model, or train a classifier of it (the recipe classify)"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{name} is an encoder and a decoder ({config.model_type}), no model of the next token. {cure}."
-        )
-    if hasattr(kind, "can_generate") and not kind.can_generate():
-        raise ConfigError(f"{name} is a {kind.__name__}, which generates no text. {cure}.")
 
 
 def _check_output(training: Any, model_args: Any) -> None:
@@ -222,6 +213,16 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     if len({type(row[name]) for name in names}) > 1:  # as in all rows
         raise ConfigError(
             f"Some of {listed(f'`{name}`' for name in names)} are text, and some are turns of a chat. Make all alike."
+        )
+
+
+def _check_end(config: Any, tokenizer: Any, name: str, auto_class: Any) -> None:
+    """Refuse a tokenizer that ends no text, where a classifier with an encoder and a decoder reads at the end."""
+    is_read = getattr(auto_class, "__name__", "").endswith("SequenceClassification") and config.is_encoder_decoder
+    if is_read and tokenizer.eos_token_id not in tokenizer("a")["input_ids"]:
+        raise ConfigError(
+            f"The tokenizer of {name} ends no text with {tokenizer.eos_token}, where a {config.model_type} model reads "
+            "its class. Use the model's own tokenizer, or save it with a post-processor that adds it."
         )
 
 

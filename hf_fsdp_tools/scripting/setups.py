@@ -15,6 +15,7 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.modeling.configs import model_class
 from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.text import comment
 
@@ -128,6 +129,18 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     }
     recomputes = bool(machine.get("activation_checkpointing") or get("gradient_checkpointing"))
     return TrainingSetup(**(machine | values | {"activation_checkpointing": recomputes} | own.fields))
+
+
+def check_generates(config: Any, name: str, *, trust_remote_code: bool = False) -> None:
+    """Refuse a model that writes no text (an encoder), or reads a question apart, where next tokens are trained."""
+    kind = model_class(config, trust_remote_code=trust_remote_code)
+    cure = "Give a causal language model, or train a classifier of it (the recipe classify)"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{name} is an encoder and a decoder ({config.model_type}), no model of the next token. {cure}."
+        )
+    if hasattr(kind, "can_generate") and not kind.can_generate():
+        raise ConfigError(f"{name} is a {kind.__name__}, which generates no text. {cure}.")
 
 
 def machine_of(accelerator: Any) -> dict[str, Any]:

@@ -114,6 +114,10 @@ def test_a_package_that_a_recipe_imports_is_asked_for_before_ranks_start(monkeyp
         (["merge", "base", "lora"], "`hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter"),
         (["plan"], "the following arguments are required: NAME"),
         (["config", "--mixed-precision", "fp4"], "invalid choice: 'fp4'"),
+        (["estimate", "x", "--batch-size", "4"], "did you mean --per-device-train-batch-size?"),
+        (["estimate", "x", "--seq_len", "4"], "--seq-len is no option of this command: did you mean --max-length?"),
+        (["estimate", "x", "--recipe", "sft"], "argument --recipe: 'sft' is no recipe: did you mean finetune?"),
+        (["estimate", "x", "--recipe", "clasify"], "'clasify' is no recipe: did you mean classify?"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
         (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
         (["doctor", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num"),
@@ -178,9 +182,9 @@ def test_gpus_are_listed_with_the_figures_that_estimates_take(capsys):
     assert run(capsys, "gpus", "h1000")[0] == 1
 
 
-def test_fp8_is_not_estimated(capsys, llama):
-    code, _, err = run(capsys, "estimate", llama, "--gpu", "h100-80gb", "--mixed-precision", "fp8")
-    assert code == 1 and "FP8 is not estimated" in err and err.count("\n") == 1
+def test_fp8_is_estimated_as_bf16_which_is_said(capsys, llama):
+    code, out, err = run(capsys, "estimate", llama, "--mixed-precision", "fp8", "--max-length", "64")
+    assert (code, err) == (0, "") and "fp8: estimated as bf16" in out and "mixed_precision bf16" in out
     words = "--gpu h100-80gb --num-processes 2 --mixed-precision fp8 --max-length 64 --per-device-train-batch-size 1"
     words += " --activation-checkpointing --reshard-after-forward --no-offload-params"
     words += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1"
@@ -225,6 +229,24 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
         ("plan {tmp}/absent", "Give an existing local folder"),
         ("plan {tmp}/empty", "Give a folder that `save_pretrained` wrote"),
         ("plan {tmp}/unknown", "nosuchtype"),
+        ("plan {tmp}/of.gguf", "of.gguf is a GGUF file, and no model. Make a plain checkpoint of GGUF files once"),
+        ("estimate {tmp}/gguf", "(found: q4.gguf). Make a plain checkpoint of GGUF files once: AutoModelForCausalLM"),
+        ("plan {tmp}/model.safetensors", "is a file of weights, and no model. Give the model's folder"),
+        ("prove {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no model"),
+        ("estimate llama3:8b", "'llama3:8b' is a name with a tag, of Ollama or of GGUF files"),
+        ("plan https://huggingface.co/Qwen/Qwen3-8B", "is a page. Give the name on the hub: Qwen/Qwen3-8B"),
+        (
+            "estimate {bert} --recipe finetune",
+            "is a BertForMaskedLM, which generates no text. Give a causal lang",
+        ),
+        ("config {bert} --recipe dpo --gpu h100 --num-processes 8", "is a BertForMaskedLM, which generates no text"),
+        ("estimate {llama} --gpu h100x8", "GPU 'h100x8' is not in the table; known are h100-80gb, h100-nvl, h100-96gb"),
+        ("estimate {llama} --optimizer adam", "optimizer 'adam' is not estimated: did you mean adamw"),
+        ("config --from {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no config of a launch"),
+        ("config --from {tmp}/open.yaml", "open.yaml is neither YAML nor JSON, line 2: "),
+        ("doctor --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a launch"),
+        ("finetune --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a l"),
+        ("config {llama} --num-processes 4", "what fits on the CPU is not known: leave {llama} out, or say for which"),
         ("plan {llama} --auto-class AutoModelForCausalML", "did you mean AutoModelForCausalLM"),
         ("plan {llama} --auto-class AutoModelForSpeechSeq2Seq", "cannot make a model of this LlamaConfig"),
         ("plan {llama} --dtype int8", "use bfloat16, float16 or float32"),
@@ -254,9 +276,18 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
     (tmp_path / "empty").mkdir()
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nosuchtype"}')
-    code, out, err = run(capsys, *words.format(tmp=tmp_path, llama=llama).split())
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "bert").mkdir()
+    transformers.BertConfig(hidden_size=16, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    for name in ("of.gguf", "gguf/q4.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "open.yaml").write_text("a: 1\nb: [")
+    names = {"tmp": tmp_path, "llama": llama, "bert": tmp_path / "bert"}
+    code, out, err = run(capsys, *words.format(**names).split())
     assert (code, out) == (1, "")
-    assert err.startswith("hf-fsdp: error: ") and cure in err and "Traceback" not in err
+    assert err.startswith("hf-fsdp: error: ") and cure.format(**names) in err and "Traceback" not in err
 
 
 def test_a_hub_name_without_a_network_and_a_traceback_on_request(capsys, monkeypatch, tmp_path):

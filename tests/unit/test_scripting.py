@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from PIL import Image
 from pyarrow import feather, parquet
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools import scripting
@@ -490,11 +490,12 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(named, message,
 # ---- before the model is loaded ----
 
 
-def check(model, rows, tokenizer=None, model_options=None, **options):
+def check(model, rows, tokenizer=None, model_options=None, auto_class=None, **options):
     arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
     arguments.default_max_length = SFTConfig.max_length
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-    scripting.check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
+    data, training = Dataset.from_list(rows), trainer_arguments(**options)
+    scripting.check_before_loading(arguments, training, tokenizer, data, auto_class=auto_class)
 
 
 def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsys, monkeypatch):
@@ -554,6 +555,15 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
             check(name, CHAT, output_dir=folder)
     with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 400}
+    T5Config(**sizes).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match=r"ends no text with .*, where a t5 model reads its class"):
+        check(
+            str(tmp_path / "t5"),
+            text,
+            AutoTokenizer.from_pretrained(model),
+            auto_class=AutoModelForSequenceClassification,
+        )
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
     check(model, CHAT, resume_from_checkpoint=True, padding_free=True, max_length=None)
     with pytest.raises(ConfigError, match=r"another run \(checkpoint-5\)"):

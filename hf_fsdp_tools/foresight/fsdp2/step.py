@@ -25,6 +25,7 @@ from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule, Shard
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.checks import check_kind
+from hf_fsdp_tools.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,7 @@ def optimizer_step(writer: EventWriter, updated: Sequence[Shard | Parameter], se
     if setup.optimizer == "adafactor":
         check_kind(torch.optim.Adafactor)
     if setup.optimizer not in OPTIMIZERS:
-        known = ", ".join(map(repr, OPTIMIZERS))
-        raise ConfigError(f"optimizer is {setup.optimizer!r}; it must be one of {known}.")
+        raise ConfigError(f"optimizer {setup.optimizer!r} is not estimated{did_you_mean(setup.optimizer, OPTIMIZERS)}")
     sizes = [each.num_bytes for each in updated if each.numel]
     if setup.max_grad_norm is not None:
         writer.phase = "clip"

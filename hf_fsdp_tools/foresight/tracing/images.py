@@ -158,6 +158,8 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
         raise ConfigError(f"{type(model).__name__} takes no labels, so it gives no loss. Choose another auto_class.")
     kinds = ("Sequence", "Image", "Audio")  # of which each is one class
     is_one_label = type(model).__name__.endswith(tuple(f"For{kind}Classification" for kind in kinds))
+    if is_one_label and isinstance(end := getattr(config, "eos_token_id", None), int):
+        ids[:, -1] = end  # where classifiers with an encoder and a decoder read the class
     return batch | {"labels": torch.zeros((rows,) if is_one_label else (rows, setup.max_length), dtype=torch.int64)}
 
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
+from hf_fsdp_tools.hub import OF_GGUF
 from hf_fsdp_tools.loading.formats.dcp import SavedPath
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
 from hf_fsdp_tools.modeling.pickles import parse_json_object, refuse_pointer, refuse_special
@@ -44,10 +45,6 @@ left out: torch cannot slice them."""
 _DCP_INFO = "DCP_SHARDING_INFO"
 """Entry of a header's metadata with each tensor's place in a larger one (torch 2.9 to 2.14: `_hf_utils.py` of DCP)."""
 
-OF_GGUF = (
-    "Make a plain checkpoint of GGUF files once: "
-    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
-)
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
