@@ -124,7 +124,7 @@ def refuse_pointer(file: Path, beginning: bytes) -> None:
 # ---- what a pickle asks for, before it is read ----
 
 _DEEPEST, _MOST_REPEATED, _MOST_DIMENSIONS = 100, 10**6, 64
-"""Of a pickle: tuples in each other, items that are in it once and meant again, sizes of a tensor. (assumed)"""
+"""What a pickle may have: tuples in each other, items that it means again, sizes of a tensor. (assumed)"""
 
 _PLAIN = {
     "value": {b"N\x88\x89]}\x8f": 0, b"G": 8},
