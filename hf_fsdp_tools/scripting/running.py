@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -339,6 +340,9 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     """
     global _recipe
     _recipe = name.replace("_", "-")
+    # one line, without the place in a recipe; checkpoints of one second are sorted by their numbers, which is right
+    warnings.formatwarning = lambda message, *_, **__: f"{name}: warning: {message}\n"
+    logging.getLogger("transformers.trainer_utils").addFilter(lambda record: "mtime may" not in record.getMessage())
     try:
         main()
     except FSDPToolsError as error:  # the same on every rank, so one of each node says it

@@ -136,6 +136,13 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
         estimate_memory(config, train_batch_size=2)
 
 
+def test_a_classifier_with_an_encoder_and_a_decoder_gets_rows_that_end() -> None:
+    kwargs = {"auto_class": "AutoModelForSequenceClassification"}
+    config = tiny_config("t5")
+    config.decoder_start_token_id = 0
+    assert estimate_memory(config, max_length=64, model_kwargs=kwargs).fits
+
+
 @pytest.mark.parametrize(("kind", "least", "most"), [("mamba2", 0.49, 0.52), ("bloom", 0.9, 1.0)])
 def test_context_parallelism_halves_what_exchanges_heads_and_not_what_takes_whole_rows(
     kind: str, least: float, most: float

@@ -3,11 +3,13 @@
 import bz2
 import gzip
 import json
+import logging
 import lzma
 import os
 import re
 import shutil
 import sys
+import warnings
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +208,17 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     with pytest.raises(SystemExit, match="130"):
         run(Mock(side_effect=KeyboardInterrupt), "finetune")
     assert "finetune: interrupted; --resume_from_checkpoint true goes on" in capsys.readouterr().err
+
+
+def test_a_warning_of_a_recipe_is_one_line_without_its_place_and_checkpoints_of_one_second_cause_none(monkeypatch):
+    logger = logging.getLogger("transformers.trainer_utils")
+    monkeypatch.setattr("warnings.formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(logger, "filters", [])
+    with pytest.raises(SystemExit):
+        run(Mock(side_effect=ConfigError("this is wrong")), "mine")
+    assert warnings.formatwarning(UserWarning("careful"), UserWarning, "recipe.py", 7) == "mine: warning: careful\n"
+    said = [logger.makeRecord("", 30, "", 0, text, (), None) for text in ("mtime may not be reliable", "another")]
+    assert [bool(logger.filter(record)) for record in said] == [False, True]
 
 
 # ---- data ----
