@@ -108,7 +108,8 @@ def _check_output(training: Any, model_args: Any) -> None:
     checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
-    if resume and resume is not True and not Path(resume, "trainer_state.json").is_file():
+    there = {path.name for path in Path(resume).iterdir()} if resume and resume is not True else set()
+    if "config.json" in there and "trainer_state.json" not in there:
         raise ConfigError(
             f"--resume_from_checkpoint {resume}: no checkpoint of a run. Give a checkpoint-N folder, or true."
         )

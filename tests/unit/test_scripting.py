@@ -634,7 +634,8 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     ids=str,
 )
 def test_options_that_would_fail_after_loading(model, tmp_path, options, message):
-    (tmp_path / "file").touch()
+    for name in ("file", "config.json"):
+        (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=message):
         check(model, CHAT, **options)
 
