@@ -210,7 +210,10 @@ def _file_of_base(name: str | None, file: str = "config.json") -> dict[str, Any]
     quietly = {
         f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
     }
-    path = cached_file(name, file, local_files_only=True, **quietly) if name else None
+    try:
+        path = cached_file(name, file, local_files_only=True, **quietly) if name else None
+    except (OSError, ValueError):  # the name is none of the hub: a folder that is gone, or a place in a store
+        path = None
     return {} if path is None else dict(read_json_object(Path(path)))
 
 

@@ -268,6 +268,7 @@ def _check_targets(model: Any, model_args: Any) -> None:
                 "all-linear adapts all linear layers."
             )
         model_args.lora_target_parameters = [*dict.fromkeys(experts)]
+    modules, parameters = (dict(of) for of in (model.named_modules(), model.named_parameters()))  # PEFT renames them
     adapter = get_peft_config(replace(model_args, load_in_4bit=False))
     linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:
@@ -281,7 +282,6 @@ def _check_targets(model: Any, model_args: Any) -> None:
         raise ConfigError(
             f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
-    modules, parameters = (dict(of) for of in (model.named_modules(), model.named_parameters()))
     for option, there in (
         ("lora_target_modules", {*linear}),
         ("lora_modules_to_save", {*modules}),

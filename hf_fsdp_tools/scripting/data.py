@@ -311,7 +311,8 @@ def _cure(dataset: Any, needed: Sequence[AbstractSet[str]], options: list[str]) 
     columns, row = _columns(dataset), dict(next(iter(dataset), {}))
     if options == ["--dataset_columns"]:
         absent = min(needed[0] - columns)
-        return f"--dataset_columns {absent}{did_you_mean(absent, columns)}"
+        if near := did_you_mean(absent, columns, otherwise=""):
+            return f"--dataset_columns {absent}{near}"
     inside = [(name, value[0] if isinstance(value, list) and value else value) for name, value in row.items()]
     for name, value in inside:
         if isinstance(value, Mapping) and any(one <= value.keys() for one in needed):

@@ -164,14 +164,14 @@ def open_image(image: Any, name: str) -> None:
             raise ValueError(f"images that can be opened, and {there} {why}") from error
 
 
-def with_places_of_images(dataset: Any, name: str) -> Any:
+def with_places_of_images(dataset: Any, name: str = "") -> Any:
     """A dataset whose turns have their images where `<image>` stood in the text, as parts of a turn.
 
     TRL leaves that word in the text and puts all images before the first question, as here where there is no word.
     Paths are those of files, wherever a row of the dataset of this name has them from.
     """
     first: Mapping[str, Any] = next(iter(dataset), {})
-    if any(isinstance(image, str) for column in ("images", "image") for image in _as_list(first.get(column))):
+    if name and any(isinstance(image, str) for column in ("images", "image") for image in _as_list(first.get(column))):
         dataset = dataset.map(_with_paths, fn_kwargs={"name": name})
     rows = islice(iter(dataset), _LOOKED_AT)
     texts = (turn.get("content") for row in rows for turn in row.get("messages") or ())

@@ -112,6 +112,8 @@ def started(monkeypatch):
 
 def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypatch, tmp_path):
     imitate_gpus(monkeypatch, 4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run.yaml").write_text("max_steps: 3")
     own = ["--learning_rate", "-1e-5", "--use_peft", "--config", "my run.yaml", "--num_train", "3"]
     assert main(["finetune", *own]) == 7
     assert main(["finetune", *own, "--num_processes", "2"]) == 7
