@@ -208,15 +208,25 @@ def no_option(name: str, known: Iterable[str]) -> str:
     return f"{name} {ELSEWHERE.get(name.lstrip('-').replace('-', '_'), near)}"
 
 
+_KINDS = {b"GGUF": "a GGUF file", b"%PDF": "a PDF", b"{\\rtf": "an RTF document", b"PAR1": "a dataset of Parquet"}
+_KINDS |= {b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"\x80": "a file of weights"}
+_KINDS[b"PK\3\4"] = "an archive (weights of torch, or an Office document)"
+"""What files are by their first bytes."""
+
+
+def kind_of_bytes(beginning: bytes) -> str | None:
+    """What a file is by its first bytes, as a noun; None for text."""
+    if beginning[8:9] == b"{" and b"\0" in beginning[:8]:
+        return "a file of weights"
+    return next((kind for start, kind in _KINDS.items() if beginning.startswith(start)), None)
+
+
 def kind_of_file(path: Path) -> str | None:
     """What a file is by its beginning, as a noun, where it can hold no settings; None for any other."""
     with path.open("rb") as opened:
         beginning = opened.read(1 << 16)
-    for start, kind in ((b"GGUF", "a GGUF file"), (b"%PDF", "a PDF"), (b"PAR1", "a dataset of Parquet")):
-        if beginning.startswith(start):
-            return kind
-    if (beginning[8:9] == b"{" and b"\0" in beginning[:8]) or beginning.startswith((b"PK\3\4", b"\x80")):
-        return "a file of weights"
+    if (kind := kind_of_bytes(beginning)) is not None:
+        return kind
     first, *rest = beginning.decode("utf-8", "replace").strip().split("\n", 1)
     if first.startswith("[") or (first.startswith("{") and first.rstrip().endswith("}") and rest):
         return "a dataset"

@@ -205,16 +205,19 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         file.write_text(json.dumps(renamed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _file_of_base(name: str | None, file: str = "config.json") -> dict[str, Any]:
-    """A file of the folder or repository that something was read from; empty where it is not at hand any more."""
-    quietly = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
-    }
+def file_at_hand(name: str, file: str, revision: str | None = None) -> Path | None:
+    """A file of a folder, or of a repository in the cache of the hub; None where it is not there (any more)."""
     try:
-        path = cached_file(name, file, local_files_only=True, **quietly) if name else None
-    except (OSError, ValueError):  # the name is none of the hub: a folder that is gone, or a place in a store
-        path = None
-    return {} if path is None else dict(read_json_object(Path(path)))
+        path = cached_file(name, file, revision=revision, local_files_only=True)
+    except (OSError, ValueError):  # also a folder that is gone, or a place in a store, which is no name of the hub
+        return None
+    return None if path is None else Path(path)
+
+
+def _file_of_base(name: str | None, file: str = "config.json") -> dict[str, Any]:
+    """A JSON file of what something was read from; empty where it is not at hand any more."""
+    path = file_at_hand(name, file) if name else None
+    return {} if path is None else dict(read_json_object(path))
 
 
 @contextmanager

@@ -146,7 +146,7 @@ _TAKING = {
 }
 _OPERATIONS = {code: (kind, size, 0) for kind, each in _PLAIN.items() for codes, size in each.items() for code in codes}
 _OPERATIONS |= {code: (kind, 0, n) for kind, each in _TAKING.items() for codes, n in each.items() for code in codes}
-"""The operations that writers of pickles use: kind, bytes of the argument (below 0: of the length in front of it), and
+"""The operations that writers of pickles use: kind, bytes of the argument (below 0: of the length before it), and
 how many values it takes from the stack (below 0: those behind the mark, and all but one in front of it)."""
 
 

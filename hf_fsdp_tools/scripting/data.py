@@ -21,7 +21,7 @@ from hf_fsdp_tools.scripting.formats import (
     with_turns,
 )
 from hf_fsdp_tools.scripting.tokenizer import Chats
-from hf_fsdp_tools.text import did_you_mean, first_line, listed, quoted
+from hf_fsdp_tools.text import did_you_mean, first_line, kind_of_bytes, listed, quoted
 
 _JSON_LINES = (".jsonl", ".ndjson")
 
@@ -33,10 +33,6 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Endings behind another; datasets reads what is inside."""
 
 _CONVERT = "Convert it: iconv -f {0} -t utf-8 {1} > utf8-{1}"
-
-_NO_TEXT = {b"%PDF": "a PDF", b"PK\3\4": "a zip archive or an Office document", b"{\\rtf": "an RTF document"}
-_NO_TEXT |= {b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"PAR1": "Parquet, which ends in .parquet"}
-"""What files with the ending of a text are by mistake, by their first bytes."""
 
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 2_000
 """Rows that are held out for evaluation where the dataset has one split. (assumed)"""
@@ -170,8 +166,8 @@ def _splits_of(name: str, script: Any) -> Any:
             start = stream.read(4096)
         if not start:
             raise _refused(name, f"{file.name} is empty")
-        if _is_text(file) and (kind := next((kind for head, kind in _NO_TEXT.items() if start.startswith(head)), "")):
-            raise _refused(name, f"{file.name} is {kind}. Write its text into a .txt or .jsonl file")
+        if _is_text(file) and (nature := kind_of_bytes(start)) is not None:
+            raise _refused(name, f"{file.name} is {nature}. Write its text into a .txt or .jsonl file")
         if _is_text(file) and b"\0" in start:  # of blanks and line ends, in any script
             bare = "utf-16be" if start[::2].count(0) > start[1::2].count(0) else "utf-16le"
             encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else bare
@@ -363,12 +359,7 @@ def _checked(
     kinds: dict[str, type] = {}
     empty = {*needed} - {"prompt"}  # columns without a word so far
     images = sorted(used & _IMAGES)
-    of_images = {column: dataset.features[column] for column in images if dataset.features}
-    for column, feature in of_images.items():  # the bytes, of which the beginning is looked at
-        undecoded = datasets.Image(decode=False)
-        if isinstance(getattr(feature, "feature", feature), datasets.Image):
-            one = undecoded if feature == datasets.Image() else datasets.List(undecoded)
-            dataset = dataset.cast_column(column, one)
+    dataset, of_images = _undecoded(dataset, images)
 
     def has_words(*cells: Any) -> bool:
         *values, index = cells
@@ -394,14 +385,8 @@ def _checked(
             cure = "Mend that row, or rename the column and name another one"
             place = f"{_place(name, row, index)}: the column `{column}`"
             raise _refused(name, f"{place} must hold {error}. {cure}") from error
-        absent = next((column for column in needed if row[column] is None), None)
-        if full and absent is not None:
-            has = f"{_place(name, row, index)} has {listed(f'`{each}`' for each in columns if row[each])} and no"
-            raise _refused(name, f"{has} `{absent}`, which other rows have. Keep rows of one kind in a file")
-        lists = [row[column] for column in sorted(used & _LISTS)]
-        if full and lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
-            place = _place(name, row, index)
-            raise _refused(name, f"{place} has not one class for each word: both are lists of equal length. Mend it")
+        if full and (reason := _gap(row, needed)):
+            raise _refused(name, f"{_place(name, row, index)} has {reason}")
         empty.difference_update(full)
         return bool(full)
 
@@ -424,6 +409,29 @@ def _checked(
     if any(turned.values()) and hasattr(datasets, "Json"):  # else each call gets the arguments of all, as None
         features = datasets.Features({**kept.features, **{column: [datasets.Json()] for column in changed}})
     return kept.map(with_turns, fn_kwargs={"columns": changed, "keeps_parts": keeps_parts}, features=features)
+
+
+def _undecoded(dataset: Any, images: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The dataset with the bytes of its images, of which the beginning is looked at, and their columns as they were."""
+    import datasets
+
+    of_images = {column: dataset.features[column] for column in images if dataset.features}
+    for column, feature in of_images.items():
+        if isinstance(getattr(feature, "feature", feature), datasets.Image):
+            one = datasets.Image(decode=False)
+            dataset = dataset.cast_column(column, one if feature == datasets.Image() else datasets.List(one))
+    return dataset, of_images
+
+
+def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
+    """What a row has otherwise than rows of its kind: a column that is empty, or other classes than words; or ""."""
+    if (absent := next((column for column in needed if row[column] is None), None)) is not None:
+        there = listed(f"`{column}`" for column, value in row.items() if value)
+        return f"{there} and no `{absent}`, which other rows have. Keep rows of one kind in a file"
+    lists = [row[column] for column in needed if column in _LISTS]
+    if lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
+        return "not one class for each word: both are lists of equal length. Mend it"
+    return ""
 
 
 def _turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, Any]] | None:

@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
-from transformers.utils.hub import cached_file
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
+from hf_fsdp_tools.modeling.configs import file_at_hand
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.scripting.formats import chats_of
 from hf_fsdp_tools.text import first_line, listed, quoted
@@ -66,10 +67,9 @@ def _say_other_pieces(tokenizer: Any, name: str, revision: str | None) -> None:
     """Say it where the class of a tokenizer splits texts otherwise than its tokenizer.json, which it replaces."""
     if rank_and_size()[0] > 0 or getattr(tokenizer, "backend_tokenizer", None) is None:
         return
-    quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-    if (path := cached_file(name, "tokenizer.json", revision=revision, **quietly)) is None:
+    if (path := file_at_hand(name, "tokenizer.json", revision=revision)) is None:
         return
-    pair = tokenizer.backend_tokenizer, Tokenizer.from_file(path)
+    pair = tokenizer.backend_tokenizer, Tokenizer.from_file(str(path))
     pair[1].no_truncation()
     pieces = [one.pre_tokenizer and one.pre_tokenizer.pre_tokenize_str(_PIECES) for one in pair]
     own, file = (one.encode(_PIECES, add_special_tokens=False).tokens for one in pair)
@@ -108,8 +108,10 @@ class Chats:
         self.seen: set[Any] = set()
         self.has_marks = False
 
-    def __reduce__(self) -> Any:  # datasets hashes whatever a filter refers to, and nothing here changes a row
-        return str, ("a check of conversations",)
+    def __reduce__(self) -> Any:
+        """As one that looks at nothing but marks: datasets hashes whatever a filter refers to, and this changes no row;
+        a worker process that is not forked has that one."""
+        return partial(Chats, is_stream=True), (None, None)
 
     def check(self, row: Mapping[str, Any], *, has_images: bool) -> None:
         """Render the conversations of a row as TRL will; ValueError: what a row must hold, and this one does not."""

@@ -6,6 +6,7 @@ import json
 import logging
 import lzma
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -33,6 +34,7 @@ from hf_fsdp_tools.scripting import ModelArguments, data, progress, run, running
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.data import share_of_stream
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from hf_fsdp_tools.scripting.tokenizer import Chats
 from tests._documents import blocks
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
@@ -339,6 +341,8 @@ def test_conversations_are_shown_to_the_chat_template_and_marked_turns_are_maske
     alone = [*CHAT, {"messages": CHAT[0]["messages"][:1]}]
     with pytest.raises(ConfigError, match=r"line 41: .*a turn of the assistant, for --assistant_only_loss"):
         splits(lines(tmp_path / "a.jsonl", alone), tokenizer=tokenizer, assistant_only_loss=True)
+    chats = pickle.loads(pickle.dumps(Chats(tokenizer, trainer_arguments(), is_stream=False)))
+    chats.check(CHAT[0], has_images=False)  # as in a worker process that is not forked
     for name, off, on in (("weight", 0, 1), ("train", False, True), ("loss", False, True)):
         row = marked(**{name: off})
         row["messages"][3] = row["messages"][3] | {name: on}
