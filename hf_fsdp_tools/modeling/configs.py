@@ -22,6 +22,8 @@ from hf_fsdp_tools.text import did_you_mean, quoted
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """How configurations name the number of positions."""
 
+_ABSENT = object()
+
 
 def config_of_layer(module: Any) -> Any:
     """The configuration of an attention module, or None; that of its layer where layers differ (transformers 5.22)."""
@@ -268,14 +270,10 @@ def _add_keys_of_base(config: PreTrainedConfig, content: dict[str, Any], base: d
         content["use_cache"] = was["use_cache"]
 
 
-_ABSENT = object()
-
-
 def _read(kind: type[PreTrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """All values of a configuration by those of a file; empty where its class refuses these."""
+    """All values of a configuration by those of a file, which has no infinity; empty where its class refuses these."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            # files have no infinity, and transformers writes {"__float__": "Infinity"}
             read: dict[str, Any] = kind.from_dict(kind._decode_special_floats(copy.deepcopy(values))).to_dict()
     except Exception:  # of its checks of values: it does not know these keys
         return {}
