@@ -63,7 +63,7 @@ BUDGET = {
     "stores": (500, 440, 1, 0),
     "streaming": (1095, 880, 7, 1),
     "testing": (240, 195, 1, 0),
-    "text": (225, 200, 1, 0),
+    "text": (235, 210, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
 its commit what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
