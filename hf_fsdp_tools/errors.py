@@ -14,6 +14,7 @@ allowed values and the cure, in this order. A mistake inside this package is an 
 
 import contextlib
 import errno
+import re
 import sys
 import traceback
 import warnings
@@ -112,14 +113,15 @@ class RanksError(FSDPToolsError, RuntimeError):
 
 @contextlib.contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` of this block into a `CheckpointError` that names the file or folder."""
+    """Turn an `OSError`, and torch's word for one, into a `CheckpointError` that names the file or folder."""
     try:
         yield
-    except OSError as error:
-        space = space_at(path) if error.errno == errno.ENOSPC else ""
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("inline_container|iostream error", str(error)):
+            raise
+        space = space_at(path) if getattr(error, "errno", errno.ENOSPC) == errno.ENOSPC else ""
         raise CheckpointError(
-            f"Cannot {doing} {str(path)!r}{space}: {error}. Check the path, its permissions and the space, then try "
-            "again."
+            f"Cannot {doing} {str(path)!r}{space}: {error}. Check path, permissions and space, then try again."
         ) from None
 
 
@@ -127,9 +129,8 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 def library_errors(fact: str, cure: str, kind: type[FSDPToolsError] = CheckpointError) -> Iterator[None]:
     """Turn any error of a library over the content of a file, or over a full disk, into one error of this package.
 
-    transformers, PEFT, torch and safetensors fail with any error where a file is wrong. So a block holds calls of these
-    libraries alone, and no code of this package, whose mistakes must show. Exhausted memory, and errors that this
-    package raised already, pass unchanged.
+    Libraries fail with any error where a file is wrong. So a block holds calls of libraries alone, and no code of this
+    package, whose mistakes must show. Exhausted memory, and errors of this package, pass unchanged.
     """
     try:
         yield

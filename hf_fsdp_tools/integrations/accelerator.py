@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.extensions.fsdp1.wrap import cast_where_computed
 from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
@@ -240,7 +240,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                     load_optimizer(self, optimizer, model, folder, i)
             scaler = None if SCALER_NAME in absent else self.scaler
             # all but models, optimizers and schedulers, which Accelerate would pair by their numbers
-            with replaced(self, _models=[], _optimizers=[], _schedulers=[], scaler=scaler):
+            alone = replaced(self, _models=[], _optimizers=[], _schedulers=[], scaler=scaler)
+            fact = f"{folder}: an object does not take what was saved"
+            cure = "Make and register the objects as in the run that saved."
+            with agreed("restoring the run's objects", folder), alone, library_errors(fact, cure):
                 super().load_state(str(folder), load_kwargs, **options)
         restore_positions(self, folder)
         with agreed("reading the schedulers", folder):

@@ -79,7 +79,10 @@ def refuse_damage(folder: Path) -> None:
             if is_first:
                 check_dcp(below, complete=rank == 0)  # which is the same for all ranks
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
-            load_pickled(file, device="meta" if file.name in _FULL else "cpu", safe=TORCH_SAFE_GLOBALS)
+            device = "meta" if file.name in _FULL else "cpu"
+            content = load_pickled(file, device=device, safe=TORCH_SAFE_GLOBALS).content
+            if not isinstance(content, dict) and not file.name.startswith("custom"):  # of which its object knows
+                raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected a dict. Use another one.")
         for name in (f"rng_state_{rank}.pth", "rng_state.pth", f"random_states_{rank}.pkl"):
             if (folder / name).is_file():
                 _check_random_states(folder / name)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
+from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors, warn
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.modeling.module_tree import replaced
-from hf_fsdp_tools.modeling.pickles import load_pickled
+from hf_fsdp_tools.modeling.pickles import load_pickled, read_small
 from hf_fsdp_tools.text import first_line
 
 POSITIONS = "dl_state_dict_*_of_rank_*.bin"
@@ -170,7 +170,8 @@ def restore_position(loader: Any, folder: Path, index: int) -> str:
             reason = "; ".join(others.values())
     reason = next(filter(None, all_ranks(reason, "comparing positions in the stream")), "")
     if not reason:
-        loader.load_state_dict(position)
+        with agreed("going to the position", folder), library_errors(f"{file}: holds no position", "Use another one."):
+            loader.load_state_dict(position)
         loader.iteration = iteration
     return reason
 
@@ -212,10 +213,9 @@ def _restore_epochs(loaders: list[Any], folder: Path) -> None:
     epochs: list[Any] = []
     with agreed("reading the epochs of the loaders", folder), storage_errors("read", folder):
         if (file := folder / LOADERS).is_file():
-            try:
-                epochs = [entry and (int(entry["epoch"]), entry["seed"]) for entry in json.loads(file.read_text())]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{file}: holds no epochs ({first_line(error)}). Use another state.") from None
+            text = read_small(file)
+            with library_errors(f"{file}: holds no epochs", "Use another state."):
+                epochs = [entry and (int(entry["epoch"]), entry["seed"]) for entry in json.loads(text)]
     if epochs and len(epochs) != len(loaders) and rank_and_size()[0] == 0:
         warn(
             f"{str(folder)!r} has the epochs of {len(epochs)} loaders, and {len(loaders)} are prepared now, so that "

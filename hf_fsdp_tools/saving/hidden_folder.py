@@ -18,6 +18,7 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.stores import this_boot, try_lock
 from hf_fsdp_tools.text import space_at
@@ -300,8 +301,8 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
     is_free = None
     # The save may have ended meanwhile, or be another user's, and there may be no locks.
     with suppress(OSError), open(path / _OWNER, "r+b") as file:
-        with suppress(ValueError):
-            owner = json.loads(file.read(10_000))
+        with suppress(CheckpointError):
+            owner = parse_json_object(path / _OWNER, file.read(10_000))
         is_free = try_lock(file.fileno())
     if is_free is False:
         raise CheckpointError(

@@ -24,6 +24,8 @@ UNFINISHED = "unfinished_checkpoint.json"
 off."""
 
 _FORMAT = 1
+_MOST = 200_000
+"""Files of a checkpoint."""
 _BLOCK_BYTES = 2**23
 _KINDS = {"bytes": int, "sha256": str}
 _CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."
@@ -91,8 +93,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_CURE}") from None
     files, ranks = text.get("files"), text.get("ranks")
-    if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT:
-        raise CheckpointError(f"{file}: is no list of files in format {_FORMAT}. {_CURE}")
+    if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT or len(files) > _MOST:
+        raise CheckpointError(f"{file}: is no list of at most {_MOST:,} files in format {_FORMAT}. {_CURE}")
     for name, entry in files.items():
         is_entry = isinstance(entry, dict) and all(type(entry[key]) is _KINDS.get(key) for key in entry)
         if leaves_folder(name) or not is_entry:

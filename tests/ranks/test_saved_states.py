@@ -24,6 +24,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.resume import AVERAGES, problem_of
+from hf_fsdp_tools.integrations.streams import LOADERS
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space
@@ -374,6 +375,19 @@ def damaged_states(in_turn: bool, source: Path, out: Path) -> None:
     assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), other, strict=True)), "nothing was read"
     accelerator.load_state(good)
     assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), before, strict=True))
+    accelerator.register_for_checkpointing(torch.optim.lr_scheduler.LinearLR(torch.optim.SGD(model.parameters())))
+    own = accelerator.save_state(out / "with an object")
+    for name, content, said in (
+        ("custom_checkpoint_0.pkl", [1], "object does not take what was saved"),
+        (LOADERS, 5, "holds no epochs"),
+    ):
+        bad = own.with_name(f"with another {name}")
+        if dist.get_rank() == 0:
+            shutil.copytree(own, bad, ignore=shutil.ignore_patterns(MANIFEST))
+            torch.save(content, bad / name) if name != LOADERS else (bad / name).write_text(str(content))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=said):
+            accelerator.load_state(bad)
 
 
 def going_on_without(source: Path, out: Path) -> None:

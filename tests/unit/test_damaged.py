@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, storage_errors
 from hf_fsdp_tools.integrations import resume
 from hf_fsdp_tools.integrations.config import LaunchConfig
 from hf_fsdp_tools.loading.formats.dcp import METADATA
@@ -256,6 +256,16 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         load_config,
         "'num_hidden_layers' is -1, expected at most 10,000 and none",
     ),
+    "a manifest of names without end": (
+        in_file(MANIFEST, json.dumps({"format": 1, "ranks": 1, "files": {str(i): {} for i in range(200_001)}})),
+        lambda file: read_manifest(file.parent),
+        "is no list of at most 200,000 files",
+    ),
+    "a scheduler of another kind": (
+        lambda folder: torch.save([1], folder / "scheduler.bin") or folder,
+        resume.refuse_damage,
+        r"scheduler\.bin: holds a list, expected a dict",
+    ),
     "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), LaunchConfig.check_file, "is 1,250,000 bytes long"),
     **{
         f"YAML with {name}": (in_file("c.yaml", text), LaunchConfig.translate_file, said)
@@ -286,6 +296,16 @@ def test_files_beside_the_weights_are_one_error_too(tmp_path: Path, name: str) -
     with pytest.raises(FSDPToolsError, match=said) as caught:
         read(make(tmp_path))
     assert len(str(caught.value)) < MOST_CHARACTERS
+
+
+def test_a_full_disk_is_one_error_whoever_writes() -> None:
+    file = Path("/dev/full")
+    by_torch = (partial(torch.save, torch.zeros(n), file) for n in (9, 10**5))
+    for write in (partial(file.write_text, "a"), *by_torch):
+        with pytest.raises(CheckpointError, match="Cannot save to '/dev/full'"), storage_errors("save to", file):
+            write()
+    with pytest.raises(RuntimeError, match="of something else"), storage_errors("save to", file):
+        raise RuntimeError("of something else")
 
 
 def test_values_that_no_json_has_are_said_like_others(tmp_path: Path) -> None:
