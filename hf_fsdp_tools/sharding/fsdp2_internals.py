@@ -670,6 +670,9 @@ def release(model: nn.Module) -> None:
     for state in _states(model):
         for handle in _handles(state):
             handle.remove()
+        for group in (group for group in _groups_of(state) if isinstance(group, _OffloadedGroup)):
+            group.unit.wait()
+            group.fsdp_params = []  # an optimizer's step asks all units that are still in memory for their shards
         for module in state._modules:
             module.__class__ = own_class(module)
             del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]

@@ -79,6 +79,9 @@ FOUND = {
         + "[p.data.mul_(0.9) for p in model.parameters()]\n" + STATE,
     ),
     "a copy of an adapted model": ("lora", LOAD + "model = copy.deepcopy(model)"),
+    "two steps after a second adapter": (
+        "offload", LOAD + "model = with_adapter(model)\n" + PASS + BACKWARD + SGD + "add_second(model)\n" + 2 * STEP,
+    ),
     "a merged adapter where layers are shared": (
         "tp", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()",
     ),
