@@ -205,12 +205,10 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
 def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
     """Bring what PEFT keeps outside the base, next to its shards, to the device of the computation."""
-    inside = set(base.modules())
-    for module in model.modules():
-        if module not in inside:
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if not isinstance(tensor, DTensor):
-                    tensor.data = tensor.data.to(device)
+    for module in {*model.modules()} - {*base.modules()}:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
 
 
 def _undo_casts(base: nn.Module) -> None:

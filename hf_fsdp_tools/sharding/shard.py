@@ -384,4 +384,6 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         apply_sharding(twin, sharding)
     else:
         apply_again(twin, sharding, lambda old, made: old, dtypes={})
+    if "_require_grads_hook" in vars(model):  # transformers' setting, kept as hooks
+        twin.enable_input_require_grads()  # type: ignore[operator]  # mypy takes it for a submodule
     return twin

@@ -79,6 +79,10 @@ FOUND = {
         + "[p.data.mul_(0.9) for p in model.parameters()]\n" + STATE,
     ),
     "a copy of an adapted model": ("lora", LOAD + "model = copy.deepcopy(model)"),
+    "a copy whose inputs take gradients": (
+        "lora bf16", OF_PLAIN + "model = accelerator.prepare(model)\nmodel.gradient_checkpointing_enable()\n"
+        + "model = copy.deepcopy(model)\nmodel.merge_adapter()\n" + PASS + "accelerator.backward(loss)",
+    ),
     "two steps after a second adapter": (
         "offload", LOAD + "model = with_adapter(model)\n" + PASS + BACKWARD + SGD + "add_second(model)\n" + 2 * STEP,
     ),
