@@ -113,7 +113,7 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
         )
     seen, tested = (set(part.unique("label")) if part is not None else set() for part in (data, held_out))
     declared = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    if None in seen | tested or (declared and -1 in seen | tested):
+    if declared and -1 in seen | tested:
         raise ConfigError(f"{where} has rows without a class. Leave them out.")
     if tested - seen and not declared:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Arguments of a recipe: TRL's and the Trainer's own, from the command line over a YAML file."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -26,7 +27,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
-from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, no_option, recipe_commands
+from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, listed, no_option, recipe_commands
 
 
 @dataclass
@@ -319,29 +320,14 @@ def _complete(training: Any, default_folder: str) -> None:
         training.output_dir = folders[-2:][0] if training.resume_from_checkpoint is True else folders[-1]
 
 
-_LEAST: dict[str, float] = {
-    "max_length": 2,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "lora_r": 1,
-}
-_LEAST |= {
-    "gradient_accumulation_steps": 1,
-    "dataloader_num_workers": 0,
-    "learning_rate": 0,
-    "lora_alpha": 1,
-    "temperature": 0.01,
-}
-_LEAST |= dict.fromkeys(
-    ("max_grad_norm", "weight_decay", "beta", "warmup_steps", "lora_dropout", "neftune_noise_alpha"), 0
-)
-_LEAST |= dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing", "label_smoothing_factor"), 0)
+_BELOW_1 = ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing", "label_smoothing_factor")
+_FROM_0 = ("max_grad_norm", "weight_decay", "beta", "warmup_steps", "neftune_noise_alpha", "learning_rate")
+_FROM_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r")
+_LEAST: dict[str, float] = {"max_length": 2, "temperature": 0.01, "adam_epsilon": 1e-16}
+_LEAST |= dict.fromkeys((*_FROM_1, "lora_alpha"), 1) | dict.fromkeys((*_BELOW_1, *_FROM_0, "dataloader_num_workers"), 0)
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
 _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
-
-
-_BELOW_1 = ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing", "label_smoothing_factor")
 
 
 def _losses_of(parsed: tuple[Any, ...]) -> set[str]:
@@ -374,6 +360,13 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
     mistakes += [(get(name) is not None and float(get(name)) >= 1, f"--{name}: give less than 1.") for name in _BELOW_1]
     rewards, weights = get("reward_funcs") or [], get("reward_weights")
     count = len(rewards) + (get("reward_model_name_or_path") is not None)
+    numbers = {name: value for one in parsed for name, value in vars(one).items() if isinstance(value, float)}
+    mistakes += [(not math.isfinite(value), f"--{name} {value}: give a number.") for name, value in numbers.items()]
+    if (mode := get("torch_compile_mode")) is not None:
+        from torch._inductor import list_mode_options
+
+        modes = [*list_mode_options()]
+        mistakes.append((mode not in modes, f"--torch_compile_mode: there is no {mode}; known are {listed(modes, 9)}."))
     losses = get("loss_type") if isinstance(get("loss_type"), list) else [get("loss_type")]
     known = _losses_of(parsed)
     mistakes += [

@@ -268,9 +268,12 @@ def _check_targets(model: Any, model_args: Any) -> None:
                 "all-linear adapts all linear layers."
             )
         model_args.lora_target_parameters = [*dict.fromkeys(experts)]
+    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    most = max((min(model.get_parameter(f"{name}.weight").shape) for name in linear), default=model_args.lora_r)
+    if model_args.lora_r > most:
+        raise ConfigError(f"--lora_r {model_args.lora_r}: no layer has a higher rank than {most}. Give fewer.")
     modules, parameters = (dict(of) for of in (model.named_modules(), model.named_parameters()))  # PEFT renames them
     adapter = get_peft_config(replace(model_args, load_in_4bit=False))
-    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:
         adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:

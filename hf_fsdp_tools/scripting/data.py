@@ -140,6 +140,9 @@ def load_splits(
     if rank == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
+        if chats.unanswered:
+            roles = listed(chats.unanswered)
+            print(f"{script.dataset_name}: in some rows the assistant has no turn: those of {roles} are trained on")
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
 
@@ -151,10 +154,11 @@ def _refused(name: str, reason: str) -> ConfigError:
 def _splits_of(name: str, script: Any) -> Any:
     """The splits of one file, folder or hub name."""
     from datasets import load_dataset, load_from_disk
-    from datasets.exceptions import DatasetGenerationError
     from datasets.table import CastError
 
     path, files = Path(name), _files_of(name)
+    if script.dataset_config is not None and files and not (path / "README.md").is_file():
+        raise _refused(name, f"files have no config {script.dataset_config!r}. Leave --dataset_config out")
     if not path.exists() and (_ending(path) or name.startswith((".", "/", "~"))):
         raise _refused(name, "no such file. Give a file, a folder, or a hub name")
     if path.is_file() and not _ending(path):
@@ -189,7 +193,7 @@ def _splits_of(name: str, script: Any) -> Any:
                 raise _refused(name, other)
     except ConfigError:
         raise
-    except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
+    except Exception as error:  # which a damaged archive of any kind raises
         cause = error.__cause__ or error
         cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated"
         reason = f"{first_line(cause)}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
@@ -352,7 +356,7 @@ def _checked(
 
     needed = sorted(used & (_WORDS | {text, *_ALPACA[0], *_ALPACA[1]}) or used)
     there = _columns(dataset) & (_WORDS | _READ_TOO | {text, "system"} | used & _IMAGES)
-    columns = sorted(there | worded | set(needed))
+    columns = sorted(there | worded | {*needed} | used & {"label"})
     shown = sorted({*columns} & (used | worded | _READ_TOO | {"system"} | ({"prompt"} if "chosen" in used else set())))
     is_stream, keeps_parts = not hasattr(dataset, "__len__"), bool(used & _IMAGES)
     turned = dict.fromkeys(columns if is_stream else (), False)  # columns of other turns, and whether tools are called
@@ -373,7 +377,7 @@ def _checked(
                 read[column] = row[column] if turns is None else turns
                 if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
                     raise ValueError("text in all rows, or turns of a chat in all")
-            full = [column for column in (*_WORDS, text, *needed) if row.get(column)]
+            full = [column for column in (*_WORDS, text, *needed) if _has_words(row.get(column))]
             if full:
                 chats.check(as_chat({column: read[column] for column in shown}), has_images=keeps_parts)
             for column in images:
@@ -423,11 +427,17 @@ def _undecoded(dataset: Any, images: Sequence[str]) -> tuple[Any, dict[str, Any]
     return dataset, of_images
 
 
+def _has_words(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
 def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
     """What a row has otherwise than rows of its kind: a column that is empty, or other classes than words; or ""."""
     if (absent := next((column for column in needed if row[column] is None), None)) is not None:
         there = listed(f"`{column}`" for column, value in row.items() if value)
         return f"{there} and no `{absent}`, which other rows have. Keep rows of one kind in a file"
+    if row.get("label", 0) is None:
+        return "no `label`. Give it a class, or delete that row"
     lists = [row[column] for column in needed if column in _LISTS]
     if lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
         return "not one class for each word: both are lists of equal length. Mend it"

@@ -45,6 +45,8 @@ def load_rewards(script: Any, columns: Iterable[str]) -> list[Callable[..., Any]
 def _found(name: str) -> Any:
     import trl.rewards
 
+    if name.endswith(".py"):
+        raise ConfigError(f"--reward_funcs {name}: say which function of the file: {name}:NAME.")
     file, _, function = name.rpartition(":")
     module, _, function = ("", "", function) if file else name.rpartition(".")
     if not file and "accuracy_reward" in name and find_spec("math_verify") is None:

@@ -107,6 +107,8 @@ class Chats:
         self.can_mask = self.is_of_assistant and tokenizer is not None and not is_stream
         self.seen: set[Any] = set()
         self.has_marks = False
+        self.unanswered: dict[str, None] = {}
+        """Roles in conversations to train on in which the assistant has no turn."""
 
     def __reduce__(self) -> Any:
         """As one that looks at nothing but marks: datasets hashes whatever a filter refers to, and this changes no row;
@@ -130,6 +132,8 @@ class Chats:
             answers = [turn for turn in turns if turn["role"] == "assistant"]
             if self.is_of_assistant and not answers:
                 raise ValueError("a turn of the assistant, for --assistant_only_loss trains on nothing else")
+            if not answers and row.get("messages"):
+                self.unanswered |= dict.fromkeys(f"`{turn['role']}`" for turn in turns)
             kind = (tools is None, *kwargs, *((turn["role"], *turn) for turn in turns))
             if kind in self.seen or getattr(self.tokenizer, "chat_template", None) is None:
                 continue

@@ -34,6 +34,7 @@ REFUSED = {
         "TRL has no function 'think_format_rewards': did you mean think_format_reward",
     ),
     "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Install what is missing"),
+    "no-name": ("bare", "--reward_funcs {folder}/other.py", "say which function of the file: "),
     "no-file": ("bare", "--reward_funcs {folder}/other.py:short", "other.py is no Python file"),
     "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards.py has no function 'shor': did you mean short"),
     "broken": ("bare", "--reward_funcs {folder}/broken.py:short", "broken.py:short: No module named 'nothing_of"),

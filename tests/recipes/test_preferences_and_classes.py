@@ -27,7 +27,11 @@ REFUSED = {
     "swapped": ("classify", f"--dataset_name {{numbers}} {SWAPPED}", "the column `text` must hold text, and is 0"),
     "scores": ("classify", "--dataset_name {scores}", "float64"),
     "ids": ("classify", "--dataset_name {ids}", "16 different labels in 16 rows"),
-    "holes": ("classify", "--dataset_name {holes}", "rows without a class"),
+    "holes": (
+        "classify",
+        "--dataset_name {holes}",
+        "line 3 has no `label`",
+    ),
 }
 
 

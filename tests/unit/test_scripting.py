@@ -106,6 +106,8 @@ def splits(name: str, *, dataset_streaming=False, named: dict | None = None, col
         ("--use_peft --lora_r 0", "--lora_r: give at least 1."),
         ("--use_peft --lora_alpha 0", "--lora_alpha: give at least 1."),
         ("--max_grad_norm -1 --adam_beta2 1.5", "max_grad_norm: give at least 0. --adam_beta2: give less than 1."),
+        ("--num_train_epochs nan --adam_epsilon 0", "epsilon: give at least 1e-16. --num_train_epochs nan: give a num"),
+        ("--torch_compile true --torch_compile_mode fastest", "there is no fastest; known are default, .*reduce-overh"),
         ("--use_peft --lora_task_type SEQ_CLS", "--lora_task_type SEQ_CLS .* leave it out"),
         ("--lr_scheduler_type cosinus", r"--lr_scheduler_type: there is no cosinus: did you mean cosine\?$"),
         ("--num_train_epochs -1", "--num_train_epochs trains nothing"),
@@ -268,6 +270,8 @@ def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatc
         ("j.json", [{"data": [{"text": "a"}] * 9}], "The rows stand in `data`: write that list alone"),
         ("q.jsonl", [{"d": {"x": CHAT[0]["messages"]}}] * 9, r"Name its turns: --messages_column d\.x"),
         ("v.jsonl", [{"data": CHAT[0]}] * 9, "Name them: --messages_column data.messages"),
+        ("label.jsonl", [{"text": "a", "label": 1}] * 8 + [{"text": "b", "label": None}], "line 9 has no `label`"),
+        ("e.jsonl.gz", None, r"e.jsonl.gz: Compressed file ended before the end"),
         ("p.txt", ["%PDF-1.7"], "p.txt is a PDF"),
         ("w.jsonl", [{**CHAT[0], "images": ["a.png"]}] * 9, "have `images`.*Use vision_language, or remove"),
         ("y.jsonl", [{"prompt": "a", "completion": ""}] * 9, "`completion` is empty in all rows"),
@@ -282,18 +286,22 @@ def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatc
 def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
     if rows is not None:
         lines(tmp_path / name, rows)
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(json.dumps(CHAT[0]).encode() * 99)[:-9])
     with pytest.raises(ConfigError, match=message) as caught:
-        splits(name)
+        splits(name, columns=({"text", "label"},) if name == "label.jsonl" else SFT)
     assert "\n" not in str(caught.value)
 
 
 def test_empty_rows_are_left_out_and_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, monkeypatch):
-    (tmp_path / "lines.txt").write_text("one two\n\nthree four\n\n" * 20)
+    (tmp_path / "lines.txt").write_text("one two\n\nthree four\n \t\n" * 20)
     training, held_out = splits("lines.txt")
     assert set(training["text"]) | set(held_out["text"]) == {"one two", "three four"}
     assert "lines.txt: 40 of 80 rows are empty and are left out" in capsys.readouterr().out
     training, held_out = splits(lines(tmp_path / "c.jsonl", [*CHAT, {"messages": []}]))
-    assert len(training) + len(held_out) == len(CHAT)
+    assert len(training) + len(held_out) == len(CHAT) and "the assistant has no turn" not in capsys.readouterr().out
+    splits(lines(tmp_path / "c.jsonl", [*CHAT, {"messages": CHAT[0]["messages"][:1]}]))
+    assert "c.jsonl: in some rows the assistant has no turn: those of `user` are" in capsys.readouterr().out
     stream, _ = splits("lines.txt", dataset_streaming=True, max_steps=2, eval_strategy="no")
     assert texts(stream, 3) == ["one two", "three four", "one two"]
     data = lines(tmp_path / "text.jsonl", [{"text": str(n)} for n in range(52)])
@@ -401,6 +409,8 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
             splits(folder)
     with pytest.raises(ConfigError, match=r"a.jsonl has the columns text, and b.jsonl more, text"):
         splits("more", dataset_streaming=True, max_steps=1)
+    with pytest.raises(ConfigError, match=r"files have no config 'x'. Leave --dataset_config out"):
+        scripting.load_splits(ScriptArguments("a.tsv", dataset_config="x"), trainer_arguments(), columns=SFT)
     for encoding, text in (("utf-16", rows), ("utf-16-le", "plain\nwords"), ("utf-16-be", "две строки\nслов")):
         (tmp_path / "wide.txt").write_text(text, encoding=encoding)
         with pytest.raises(ConfigError, match=rf"wide.txt is UTF-16.* iconv -f {encoding.replace('6-', '6')} -t"):
@@ -570,6 +580,8 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     for name, folder in ((model, model), (model, "o")):
         with pytest.raises(ConfigError, match=r"--model_name_or_path .* is there, and would be destroyed"):
             check(name, CHAT, output_dir=folder)
+    with pytest.raises(ConfigError, match=r"--lora_r 999: no layer has a higher rank than \d+\. Give fewer"):
+        check(model, CHAT, model_options=adapter | {"lora_r": 999})
     with pytest.raises(ConfigError, match="an adapter on the head would not be trained"):
         check(model, CHAT, model_options=adapter | {"lora_target_modules": ["q_proj", "lm_head"]})
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 400}
