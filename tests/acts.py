@@ -293,6 +293,16 @@ class Side:
         self.count += 1
         return self.folder / str(self.count)
 
+    def store(self, model: Any, optimizer: Any) -> None:
+        self.stored, alone = self.new_folder(), isinstance(self, Plain)
+        state = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=self.stored, no_dist=alone)
+
+    def restore(self, model: Any, optimizer: Any) -> None:
+        state = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=self.stored, no_dist=isinstance(self, Plain))
+        set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"])
+
 
 class Plain(Side):
     """Of transformers, PEFT and torch, in one process with all rows."""
@@ -312,6 +322,7 @@ class Plain(Side):
         model.load_state_dict(self.load().state_dict())
 
     def make_accelerator(self) -> "Plain":
+        self.prepared: dict[bool, Any] = {}  # the optimizer, then the model
         return self
 
     def save_pretrained(self, model: Any, blocking: bool = True) -> None:
@@ -324,34 +335,21 @@ class Plain(Side):
     def opened(self) -> Tensors:
         return self.saved
 
-    def store(self, model: Any, optimizer: Any) -> None:
-        self.stored = copy.deepcopy(get_state_dict(model, optimizer))
-
-    def restore(self, model: Any, optimizer: Any) -> None:
-        get_state_dict(model, optimizer)  # which makes states that are not there, as on shards
-        weights, states = copy.deepcopy(self.stored)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-
     # As an Accelerator
 
     def prepare(self, *objects: Any) -> Any:
-        for each in objects:
-            if isinstance(each, nn.Module):
-                self.model = each
-            else:
-                self.optimizer = each
+        self.prepared |= {isinstance(each, nn.Module): each for each in objects}
         return objects if len(objects) > 1 else objects[0]
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
     def save_state(self, folder: Path) -> None:
-        self.state = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.state = copy.deepcopy({is_model: each.state_dict() for is_model, each in self.prepared.items()})
 
     def load_state(self, folder: Path) -> None:
-        weights, states = copy.deepcopy(self.state)
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(states)
+        for is_model, state in copy.deepcopy(self.state).items():
+            self.prepared[is_model].load_state_dict(state)
 
 
 class Sharded(Side):
@@ -394,15 +392,6 @@ class Sharded(Side):
     def opened(self) -> Tensors:
         wait_for_saves()
         return opened_folder(self.saved)
-
-    def store(self, model: Any, optimizer: Any) -> None:
-        self.stored = self.new_folder()
-        dcp.save(dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=self.stored)
-
-    def restore(self, model: Any, optimizer: Any) -> None:
-        state = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=self.stored)
-        set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"])
 
     def is_seen(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether a user sees this rank's shard, and not what is gathered in its place between two passes."""

@@ -83,6 +83,11 @@ FOUND = {
         "lora bf16", OF_PLAIN + "model = accelerator.prepare(model)\nmodel.gradient_checkpointing_enable()\n"
         + "model = copy.deepcopy(model)\nmodel.merge_adapter()\n" + PASS + "accelerator.backward(loss)",
     ),
+    "a state that lacks a part": (
+        "whole", LOAD + SGD + BASE + BACKWARD + STEP + "store(model, optimizer)\n" + STEP
+        + "restore(model, optimizer)",
+    ),
+    "a state of nothing": ("one rank", LOAD + "accelerator = make_accelerator()\naccelerator.save_state(folder)"),
     "two steps after a second adapter": (
         "offload", LOAD + "model = with_adapter(model)\n" + PASS + BACKWARD + SGD + "add_second(model)\n" + 2 * STEP,
     ),
