@@ -27,7 +27,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
-from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, listed, no_option, recipe_commands
+from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, no_option, recipe_commands
 
 
 @dataclass
@@ -321,10 +321,12 @@ def _complete(training: Any, default_folder: str) -> None:
 
 
 _BELOW_1 = ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing", "label_smoothing_factor")
-_FROM_0 = ("max_grad_norm", "weight_decay", "beta", "warmup_steps", "neftune_noise_alpha", "learning_rate")
-_FROM_1 = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r")
 _LEAST: dict[str, float] = {"max_length": 2, "temperature": 0.01, "adam_epsilon": 1e-16}
-_LEAST |= dict.fromkeys((*_FROM_1, "lora_alpha"), 1) | dict.fromkeys((*_BELOW_1, *_FROM_0, "dataloader_num_workers"), 0)
+_LEAST |= dict.fromkeys((*_BELOW_1, "max_grad_norm", "weight_decay", "beta", "warmup_steps", "learning_rate"), 0)
+_LEAST |= dict.fromkeys(("neftune_noise_alpha", "dataloader_num_workers", "seed", "data_seed", "eval_steps"), 0)
+_LEAST |= dict.fromkeys(("logging_steps", "save_steps"), 0) | dict.fromkeys(("lora_r", "lora_alpha"), 1)
+_LEAST |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit"), 1)
+_LEAST |= dict.fromkeys(("gradient_accumulation_steps", "max_completion_length", "early_stopping_patience"), 1)
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
 _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
@@ -343,12 +345,20 @@ def _losses_of(parsed: tuple[Any, ...]) -> set[str]:
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
+    for value, each in ((getattr(one, each.name), each) for one in parsed for each in fields(one)):
+        is_number = isinstance(each.default, int | float)
+        may_lack = value is None and "None" in str(each.type)
+        if is_number and not may_lack and not isinstance(value, int | float | str):
+            raise ConfigError(f"--{each.name}: give a number; the file of --config has {value!r}.")
+        if each.name.endswith("_kwargs") and isinstance(value, str):
+            raise ConfigError(f'--{each.name}: write it as JSON, {{"name": value}}, and not as {value}.')
     model, data, adapts, merges = map(get, ("model_name_or_path", "dataset_name", "use_peft", "merge_adapters"))
     four_bits, stays = get("load_in_4bit"), get("dequantize") is False
     stops, evaluates = get("early_stopping_patience") is not None, get("eval_strategy") != "no"
     pushes = get("push_to_hub") and not get("hub_token") and get_token() is None
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
-    is_folder = get("model_revision") is not None and model is not None and Path(model).is_dir()
+    is_folder = get("model_revision") not in (None, "main") and model is not None and Path(model).is_dir()
+    no_epochs = (get("num_train_epochs") or 0) <= 0
     no_steps, no_saves = (get("max_steps") or 0) <= 0, get("save_steps") == 0 and get("save_strategy") == "steps"
     mistakes: list[tuple[Any, str]] = [
         (get(name) is not None and float(get(name)) < least, f"--{name}: give at least {least}.")
@@ -366,7 +376,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
         from torch._inductor import list_mode_options
 
         modes = [*list_mode_options()]
-        mistakes.append((mode not in modes, f"--torch_compile_mode: there is no {mode}; known are {listed(modes, 9)}."))
+        mistakes.append((mode not in modes, f"--torch_compile_mode: there is no {mode}{did_you_mean(mode, modes)}"))
     losses = get("loss_type") if isinstance(get("loss_type"), list) else [get("loss_type")]
     known = _losses_of(parsed)
     mistakes += [
@@ -377,14 +387,10 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
     mistakes += [
         (weights and len(weights) != count, f"--reward_weights: give one for each reward, of which there are {count}."),
         ("lora_task_type" in of_adapters and get("lora_task_type") != task_type, f"{task}: leave it out."),
-        (
-            (get("num_train_epochs") or 0) <= 0 and no_steps,
-            "--num_train_epochs trains nothing: give 1, or --max_steps.",
-        ),
-        (
-            get("model_revision") != "main" and is_folder,
-            f"--model_revision is for a hub name, and {model} is a folder.",
-        ),
+        (no_epochs and no_steps, "--num_train_epochs trains nothing: give 1, or --max_steps."),
+        (is_folder, f"--model_revision is for a hub name, and {model} is a folder."),
+        (get("output_dir") == "", "--output_dir is empty: name a folder."),
+        (not all("=" in part for part in (get("optim_args") or "=").split(",")), "--optim_args: write NAME=VALUE,…."),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),

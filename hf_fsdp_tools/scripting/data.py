@@ -141,8 +141,7 @@ def load_splits(
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
         if chats.unanswered:
-            roles = listed(chats.unanswered)
-            print(f"{script.dataset_name}: in some rows the assistant has no turn: those of {roles} are trained on")
+            print(f"{script.dataset_name}: in some rows the assistant has no turn, but {listed(chats.unanswered)}")
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
 
@@ -377,7 +376,7 @@ def _checked(
                 read[column] = row[column] if turns is None else turns
                 if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
                     raise ValueError("text in all rows, or turns of a chat in all")
-            full = [column for column in (*_WORDS, text, *needed) if _has_words(row.get(column))]
+            full = [column for column in (*_WORDS, text, *needed) if str(row.get(column) or "").strip()]
             if full:
                 chats.check(as_chat({column: read[column] for column in shown}), has_images=keeps_parts)
             for column in images:
@@ -427,10 +426,6 @@ def _undecoded(dataset: Any, images: Sequence[str]) -> tuple[Any, dict[str, Any]
     return dataset, of_images
 
 
-def _has_words(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
 def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
     """What a row has otherwise than rows of its kind: a column that is empty, or other classes than words; or ""."""
     if (absent := next((column for column in needed if row[column] is None), None)) is not None:
@@ -439,6 +434,8 @@ def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
     if row.get("label", 0) is None:
         return "no `label`. Give it a class, or delete that row"
     lists = [row[column] for column in needed if column in _LISTS]
+    if any(isinstance(one, list) and None in one for one in lists):
+        return "a word without a class. Give it one, or delete that row"
     if lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
         return "not one class for each word: both are lists of equal length. Mend it"
     return ""

@@ -59,6 +59,7 @@ def as_turn(turn: Any, keeps_parts: bool) -> dict[str, Any]:
         named = call.get("function", call) if isinstance(call, Mapping) else None
         if not (isinstance(named, Mapping) and isinstance(named.get("name"), str)):
             raise ValueError(f"`tool_calls`, each with a `function` that has a `name`, and one is {quoted(call)}")
+        _calls(named)
     if role not in _CHAT_ROLES:
         raise ValueError(f"turns with the roles {', '.join(_CHAT_ROLES)}, and one is of {quoted(name)}")
     if isinstance(content, list) and not keeps_parts:

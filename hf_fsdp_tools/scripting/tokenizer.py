@@ -107,8 +107,7 @@ class Chats:
         self.can_mask = self.is_of_assistant and tokenizer is not None and not is_stream
         self.seen: set[Any] = set()
         self.has_marks = False
-        self.unanswered: dict[str, None] = {}
-        """Roles in conversations to train on in which the assistant has no turn."""
+        self.unanswered: dict[str, None] = {}  # roles, where the assistant has no turn in a row to train on
 
     def __reduce__(self) -> Any:
         """As one that looks at nothing but marks: datasets hashes whatever a filter refers to, and this changes no row;
