@@ -62,13 +62,13 @@ def main() -> Trainer:
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
     check_online(script, rewards)
 
-    # 3. The model, straight into shards, and a reward model, sharded by the same policy. TRL adds an adapter itself,
+    # 3. A reward model, and the model, straight into shards by the same policy. TRL adds an adapter itself,
     # and turns it off where it needs the reference.
     adapter = get_peft_config(model_args)
     dtype = model_args.dtype or ("auto" if adapter else None)
-    model = scripting.load_model(model_args, training, accelerator, peft_config=None, dtype=dtype)
     if script.reward_model_name_or_path is not None:
         rewards.insert(0, load_reward_model(script.reward_model_name_or_path, accelerator))
+    model = scripting.load_model(model_args, training, accelerator, peft_config=None, dtype=dtype)
 
     # 4. Train
     trainer = Trainer(
@@ -103,7 +103,10 @@ def check_online(script: GRPOScriptArguments, rewards: list[Any]) -> None:
 def load_reward_model(name: str, accelerator: Any) -> Any:
     """Shards of a model with one score for a text, which is not trained."""
     scorer = AutoModelForSequenceClassification
-    model = from_pretrained(name, accelerator=accelerator, auto_class=scorer, num_labels=1, dtype="auto")
+    options = {"auto_class": scorer, "num_labels": 1, "dtype": "auto", "output_loading_info": True}
+    model, report = from_pretrained(name, accelerator=accelerator, **options)
+    if report.initialized_keys:
+        raise ConfigError(f"--reward_model_name_or_path {name}: its files have no head that gives a score.")
     return model.requires_grad_(False)
 
 

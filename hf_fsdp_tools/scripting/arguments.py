@@ -368,6 +368,7 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
         install = f"--{name} needs {package}: pip install {package.replace('_', '-')}."
         mistakes.append((get(name) and find_spec(package) is None, install))
     mistakes += [(get(name) is not None and float(get(name)) >= 1, f"--{name}: give less than 1.") for name in _BELOW_1]
+    mistakes.append(((get("top_p") or 1) > 1, "--top_p: give at most 1."))
     rewards, weights = get("reward_funcs") or [], get("reward_weights")
     count = len(rewards) + (get("reward_model_name_or_path") is not None)
     numbers = {name: value for one in parsed for name, value in vars(one).items() if isinstance(value, float)}

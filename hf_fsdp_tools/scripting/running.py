@@ -32,7 +32,7 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
-from hf_fsdp_tools.scripting.setups import RECIPES, estimate_of
+from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, estimate_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
@@ -85,6 +85,7 @@ def load_model(
     finally:
         logger.removeFilter(hide)
     if frozen:
+        check_generates(model.config, model_args.model_name_or_path)
         size = sum(parameter.numel() for parameter in model.requires_grad_(False).parameters())
         kind = dtype_name(model.dtype)
         accelerator.print(f"not trained: {model_args.model_name_or_path}, {size:,} parameters in {kind}, sharded\n")

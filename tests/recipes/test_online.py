@@ -1,9 +1,10 @@
 """`grpo` as a user trains with it: rewards of a file of the user's, resumed to the bit, refused before the model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests.recipes._launch import Series, launch_series, refused_runs, two_runs, write_split
@@ -41,6 +42,7 @@ REFUSED = {
     "closed": ("bare", "--reward_funcs {file}:closed", "Add **kwargs to its parameters"),
     "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
     "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),
+    "headless": ("bare", "--reward_model_name_or_path {folder}/model", "its files have no head that gives a score"),
     "long": ("grpo", "--max_completion_length 256", "--max_completion_length 256: "),
     "streamed": ("grpo", f"{STREAMED} --eval_strategy no", "--dataset_streaming gives each process rows of its own"),
     "vllm": ("grpo", "--use_vllm", "--use_vllm needs vllm: pip install vllm"),
@@ -69,7 +71,10 @@ def runs(tmp_path_factory) -> Series:
     bare, grpo = words_for(folder)
     runs = two_runs(folder, "grpo", 4, *grpo, learning_rate=1e-2)
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--beta", "0.1"]
-    lora += ["--reward_model_name_or_path", str(folder / "model")]
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    shutil.copytree(folder / "model", folder / "scorer")  # with its tokenizer
+    scorer.save_pretrained(folder / "scorer")
+    lora += ["--reward_model_name_or_path", str(folder / "scorer")]
     runs["lora"] = [*grpo, *lora, "--max_steps", "2", "--learning_rate", "3e-3", "--eval_strategy", "no"]
     runs["lora"] += ["--save_strategy", "no"]
     refused = refused_runs(REFUSED, {"bare": bare, "grpo": grpo}, file=f"{folder}/my_rewards.py", folder=folder)
