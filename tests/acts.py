@@ -39,6 +39,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import ParallelismConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -508,17 +509,17 @@ def bound(what: str, value: torch.Tensor, largest: float, steps: int, *, is_bf16
 # ---- one sequence ----
 
 
-def attempt(side: Side, act: Act) -> Exception | None:
+def attempt(side: Side, act: Act) -> BaseException | None:
     in_bf16 = side.layout.is_bf16 and isinstance(side, Plain) and any("ids(" in line for line in act)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if in_bf16 else nullcontext():
         try:
             exec("\n".join(act), side.env)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
             return error
     return None
 
 
-def said_of(error: Exception | None) -> str:
+def said_of(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, FSDPToolsError):

@@ -42,6 +42,7 @@ REFUSED = {
     "closed": ("bare", "--reward_funcs {file}:closed", "Add **kwargs to its parameters"),
     "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
     "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),
+    "weights": ("grpo", "--reward_weights 1 2", "--reward_weights: give one for each reward, of which there are 1"),
     "headless": ("bare", "--reward_model_name_or_path {folder}/model", "its files have no head that gives a score"),
     "long": ("grpo", "--max_completion_length 256", "--max_completion_length 256: "),
     "streamed": ("grpo", f"{STREAMED} --eval_strategy no", "--dataset_streaming gives each process rows of its own"),
