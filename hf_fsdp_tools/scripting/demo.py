@@ -129,7 +129,8 @@ def _preference(topic: str, passage: str, number: int) -> dict[str, Any]:
     """The passage before the same words shuffled."""
     words = passage.split()
     random.Random(passage).shuffle(words)
-    answers = {"chosen": passage, "rejected": " ".join(words)}
+    # stripped, for spaces at the beginning would merge with the prompt's end into one token
+    answers = {"chosen": passage.strip(), "rejected": " ".join(words)}
     return _question(topic, passage, number) | {name: _turn("assistant", text) for name, text in answers.items()}
 
 

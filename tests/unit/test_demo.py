@@ -61,7 +61,9 @@ def test_rows_are_made_of_the_same_passages(monkeypatch):
     assert len(passages) > 300 and max(map(len, passages)) < 2000
     assert [row["text"] for row in demo_rows("text")] == passages
     pairs = demo_rows("preferences")
-    assert [row["chosen"][0]["content"] for row in pairs] == passages
+    assert [row["chosen"][0]["content"] for row in pairs] == [passage.strip() for passage in passages], (
+        "no merged token"
+    )
     assert len({row["prompt"][0]["content"] for row in pairs}) == len(pairs), "no two questions are the same"
     assert not any(row["rejected"] == row["chosen"] for row in pairs)
     labels = [row["label"] for row in demo_rows("classes")]
