@@ -332,16 +332,6 @@ _LEAST |= dict.fromkeys(("gradient_accumulation_steps", "max_completion_length",
 _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
 
 
-def _losses_of(parsed: tuple[Any, ...]) -> set[str]:
-    """The names that TRL's trainer compares `--loss_type` with: it has no list of them, and fails in the first step."""
-    parts = (kind.__module__ for one in parsed if hasattr(one, "loss_type") for kind in type(one).__mro__)
-    config = next((name for name in parts if name.startswith("trl.") and name.endswith("_config")), None)
-    spec = find_spec(config.removesuffix("config") + "trainer") if config else None
-    text = Path(spec.origin).read_text() if spec and spec.origin else ""
-    compared = re.findall(r'loss_type (?:==|in) (\[.*?\]|"\w+")', text)
-    return {name for names in compared for name in re.findall(r'"(\w+)"', names)}
-
-
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
@@ -368,22 +358,10 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
         install = f"--{name} needs {package}: pip install {package.replace('_', '-')}."
         mistakes.append((get(name) and find_spec(package) is None, install))
     mistakes += [(get(name) is not None and float(get(name)) >= 1, f"--{name}: give less than 1.") for name in _BELOW_1]
-    mistakes.append(((get("top_p") or 1) > 1, "--top_p: give at most 1."))
     rewards, weights = get("reward_funcs") or [], get("reward_weights")
     count = len(rewards) + (get("reward_model_name_or_path") is not None)
     numbers = {name: value for one in parsed for name, value in vars(one).items() if isinstance(value, float)}
     mistakes += [(not math.isfinite(value), f"--{name} {value}: give a number.") for name, value in numbers.items()]
-    if (mode := get("torch_compile_mode")) is not None:
-        from torch._inductor import list_mode_options
-
-        modes = [*list_mode_options()]
-        mistakes.append((mode not in modes, f"--torch_compile_mode: there is no {mode}{did_you_mean(mode, modes)}"))
-    losses = get("loss_type") if isinstance(get("loss_type"), list) else [get("loss_type")]
-    known = _losses_of(parsed)
-    mistakes += [
-        (known and loss not in known, f"--loss_type {loss}: TRL has no such loss{did_you_mean(str(loss), known)}")
-        for loss in losses
-    ]
     task = f"--lora_task_type {get('lora_task_type')} is written into the adapter and is not what this recipe trains"
     mistakes += [
         (weights and len(weights) != count, f"--reward_weights: give one for each reward, of which there are {count}."),
@@ -391,7 +369,6 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
         (no_epochs and no_steps, "--num_train_epochs trains nothing: give 1, or --max_steps."),
         (is_folder, f"--model_revision is for a hub name, and {model} is a folder."),
         (get("output_dir") == "", "--output_dir is empty: name a folder."),
-        (not all("=" in part for part in (get("optim_args") or "=").split(",")), "--optim_args: write NAME=VALUE,…."),
         (no_saves, "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),

@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
+from tempfile import NamedTemporaryFile
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -34,7 +37,7 @@ from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, estimate_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
-from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
+from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
 _estimate: dict[str, Any] | None = None  # That of the model that was loaded, on the first rank of GPUs
@@ -164,7 +167,12 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     resume = training.resume_from_checkpoint
     training.eval_on_start = training.eval_on_start and not resume and trainer.eval_dataset is not None
     has_bars = not are_progress_bars_disabled()
-    trainer.train(resume_from_checkpoint=resume)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        if (steps := trainer.state.global_step) > 0:
+            error.add_note(f"{steps:,} steps were trained: --resume_from_checkpoint true goes on from a checkpoint")
+        raise
     if not has_bars:  # with push_to_hub the Trainer switches the hub's bars on when it ends
         disable_progress_bars()
     if trainer.eval_dataset is None or training.eval_strategy == "no":
@@ -326,8 +334,23 @@ def _first_has_ended() -> bool:
     return False
 
 
+_OWN = str(Path(__file__).parents[1])
+_OF_LIBRARIES = ("<frozen", *(get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+
+
+def _line_of(error: Exception, place: traceback.FrameSummary, name: str) -> str:
+    """What an error says in one line; where it is a library's, whose options it is mostly about, also its place."""
+    if isinstance(error, FSDPToolsError):
+        return str(error)
+    with NamedTemporaryFile("w", prefix=f"{name}-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    where = f"{Path(place.filename).name}, line {place.lineno}; the traceback is in {file.name}"
+    return f"{type(error).__name__}: {first_lines(error, 4)} ({where})"
+
+
 def run(main: Callable[[], object], name: str) -> NoReturn:
-    """Run a recipe's `main` and end the process; an error of this package, or Ctrl-C, is one line on each machine.
+    """Run a recipe's `main` and end the process; an error of this package, Ctrl-C, or an error of a library before the
+    first step (mostly about an option), is one line on each machine. The traceback of the last is kept in a file.
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process after hours of good work (pytorch issues 190489 and 179291, arrow issue 45017).
@@ -346,9 +369,13 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
     logging.getLogger("transformers.trainer_utils").addFilter(lambda record: "mtime may" not in record.getMessage())
     try:
         main()
-    except FSDPToolsError as error:  # the same on every rank, so one of each node says it
+    except Exception as error:  # mostly the same on every rank, so one of each node says it
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        of_library = place.filename.startswith(_OF_LIBRARIES) and not place.filename.startswith(_OWN)
+        if not isinstance(error, FSDPToolsError) and (not of_library or hasattr(error, "__notes__")):
+            raise
         if rank_on_node()[0] == 0 or not _first_has_ended():
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+            print(f"{name}: error: {_line_of(error, place, name)}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it once more

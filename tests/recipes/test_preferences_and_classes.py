@@ -22,7 +22,6 @@ STREAMED = "--max_steps 2 --precompute_ref_log_probs --dataset_streaming"
 SWAPPED = "--text_column stars --label_column sentence"
 REFUSED = {
     "same": ("dpo", "--dataset_name {same}", "`chosen` equals `rejected`"),
-    "loss": ("dpo", "--dataset_name {turns} --loss_type simpo", "--loss_type simpo: TRL has no such loss"),
     "streamed": ("dpo", f"--dataset_name {{turns}} {STREAMED}", "--precompute_ref_log_probs writes its values next to"),
     "wrong": ("reward", "--dataset_name {wrong}", "Needed: `chosen` and `rejected`"),
     "swapped": ("classify", f"--dataset_name {{numbers}} {SWAPPED}", "the column `text` must hold text, and is 0"),

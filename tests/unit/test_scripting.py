@@ -115,9 +115,7 @@ def splits(name: str, *, dataset_streaming=False, named: dict | None = None, col
         ("--config list.yaml", r"--learning_rate: give a number; the file of --config has \[1, 2\]"),
         ("--lr_scheduler_kwargs a", '--lr_scheduler_kwargs: write it as JSON, {"name": value}, and not as a'),
         ("--seed -1 --eval_steps -5", "--seed: give at least 0. .*--eval_steps: give at least 0"),
-        ("--optim_args foo", "--optim_args: write NAME=VALUE,…"),
         ("--num_train_epochs nan --adam_epsilon 0", "epsilon: give at least 1e-16. --num_train_epochs nan: give a num"),
-        ("--torch_compile true --torch_compile_mode fastest", "there is no fastest; known are default, "),
         ("--use_peft --lora_task_type SEQ_CLS", "--lora_task_type SEQ_CLS .* leave it out"),
         ("--lr_scheduler_type cosinus", r"--lr_scheduler_type: there is no cosinus: did you mean cosine\?$"),
         ("--num_train_epochs -1", "--num_train_epochs trains nothing"),
@@ -211,6 +209,17 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     with pytest.raises(SystemExit, match="1"):
         run(Mock(side_effect=ConfigError("this is wrong")), "finetune")
     assert capsys.readouterr().err == "finetune: error: this is wrong\n"
+    with pytest.raises(SystemExit, match="1"):  # a library's, before the first step
+        run(lambda: json.loads("{bad"), "finetune")
+    said = capsys.readouterr().err
+    kept = re.fullmatch(r"finetune: error: JSONDecodeError: .* \(.*\.py, line \d+; the traceback is in (.*)\)\n", said)
+    assert kept and "in raw_decode" in Path(kept[1]).read_text()
+    late = json.JSONDecodeError("late", "", 0)
+    late.add_note("7 steps were trained")
+    with pytest.raises(json.JSONDecodeError):  # after a step
+        run(Mock(side_effect=late), "finetune")
+    with pytest.raises(AttributeError):  # not a library's
+        run(lambda: late.nothing, "finetune")
     monkeypatch.setattr("os._exit", sys.exit)
     monkeypatch.setattr("signal.signal", Mock())
     monkeypatch.setattr(running, "_FIRST_SAYS_S", 0.3)
