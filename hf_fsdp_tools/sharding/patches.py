@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
+from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype, reshard_units
 from hf_fsdp_tools.sharding.injection import cut_values, guarded, names_as_saved
 
 aten = torch.ops.aten
@@ -135,6 +135,7 @@ def guard_injection() -> None:
     from peft.tuners.tuners_utils import BaseTuner
 
     make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
+    disable = BaseTuner.disable_adapter_layers
     if hasattr(make, "__wrapped__"):
         return
 
@@ -157,6 +158,7 @@ def guard_injection() -> None:
     def merging(method: Any) -> Any:
         @wraps(method)
         def merge(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+            reshard_units(tuner.model)  # PEFT writes to attributes of modules, which may give what is gathered
             try:
                 return method(tuner, *args, **kwargs)
             except RuntimeError as error:
@@ -169,9 +171,16 @@ def guard_injection() -> None:
 
         return merge
 
+    @wraps(disable)
+    def disable_adapter_layers(tuner: Any) -> None:
+        if any(getattr(module, "merged", False) for module in tuner.model.modules()):
+            tuner.unmerge_adapter()  # PEFT would do it in the next pass, to gathered weights
+        disable(tuner)
+
     BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-    BaseTuner.merge_adapter = merging(BaseTuner.merge_adapter)
-    BaseTuner.merge_and_unload = merging(BaseTuner.merge_and_unload)
+    BaseTuner.disable_adapter_layers = disable_adapter_layers
+    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
+        setattr(BaseTuner, name, merging(getattr(BaseTuner, name)))
 
 
 @cache

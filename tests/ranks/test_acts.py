@@ -91,6 +91,13 @@ FOUND = {
     "two steps after a second adapter": (
         "offload", LOAD + "model = with_adapter(model)\n" + PASS + BACKWARD + SGD + "add_second(model)\n" + 2 * STEP,
     ),
+    "unmerged after a pass": (
+        "kept", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()\nwith torch.no_grad(): " + PASS
+        + "model.unmerge_adapter()",
+    ),
+    "merged and disabled": (
+        "lora", LOAD + "model.merge_adapter()\nwith model.disable_adapter(): " + PASS + PASS + BACKWARD,
+    ),
     "a merged adapter where layers are shared": (
         "tp", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()",
     ),
