@@ -200,6 +200,9 @@ RULES = {
         takes="second kept stored saved",
     ),
     "disabled": Rule(2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="adapter", forbids="merged"),
+    "disabled, merged": Rule(
+        2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="merged", takes="merged"
+    ),
     "merge": Rule(1, "model.merge_adapter()", needs="adapter", forbids="merged", gives="merged"),
     "unmerge": Rule(4, "model.unmerge_adapter()", needs="merged", takes="merged"),
 }  # fmt: skip
@@ -500,7 +503,7 @@ def bound(what: str, value: torch.Tensor, largest: float, steps: int, *, is_bf16
     if what in ("weight", "kept", "saved"):
         return 1.5 * LR * steps + 1e-6, 0.3 * LR * steps + 1e-6
     if what in ("loss", "norm"):
-        return (0.02 + 0.02 * steps) * size, float("inf")
+        return ((0.02 if what == "loss" else 0.05) + 0.02 * steps) * size, float("inf")
     if what == "gradient":
         return (0.3 + 0.2 * steps) * size + 0.05 * largest, float("inf")
     return float("inf"), float("inf")
