@@ -157,6 +157,8 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
         return  # a version that has its classes elsewhere: the recipe says it
     launcher = Path(str(accelerate.origin)).with_name("commands") / "launch.py"
     taken = {name.replace("-", "_") for name in re.findall(r'"--([\w-]+)"', launcher.read_text(encoding="utf-8"))}
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"{words[0]} stands behind no option; a recipe takes --NAME VALUE alone")
     for word in words:
         option = word.partition("=")[0]
         name = option.lstrip("-").replace("-", "_")

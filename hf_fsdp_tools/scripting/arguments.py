@@ -324,7 +324,7 @@ _BELOW_1 = ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing", "labe
 _LEAST: dict[str, float] = {"max_length": 2, "temperature": 0.01, "adam_epsilon": 1e-16}
 _LEAST |= dict.fromkeys((*_BELOW_1, "max_grad_norm", "weight_decay", "beta", "warmup_steps", "learning_rate"), 0)
 _LEAST |= dict.fromkeys(("neftune_noise_alpha", "dataloader_num_workers", "seed", "data_seed", "eval_steps"), 0)
-_LEAST |= dict.fromkeys(("logging_steps", "save_steps"), 0) | dict.fromkeys(("lora_r", "lora_alpha"), 1)
+_LEAST |= dict.fromkeys(("logging_steps", "save_steps"), 0) | dict.fromkeys(("lora_r", "lora_alpha", "ddp_timeout"), 1)
 _LEAST |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit"), 1)
 _LEAST |= dict.fromkeys(("gradient_accumulation_steps", "max_completion_length", "early_stopping_patience"), 1)
 """Numbers below which nothing is trained, or a library stops with an error of its own."""

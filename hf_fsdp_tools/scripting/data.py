@@ -141,7 +141,7 @@ def load_splits(
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"
         if chats.unanswered:
-            print(f"{script.dataset_name}: in some rows the assistant has no turn, but {listed(chats.unanswered)}")
+            print(f"{script.dataset_name}: in some rows the assistant says nothing, only {listed(chats.unanswered)}")
         print(f"{script.dataset_name}: {rows}{rest}")
     return train, evaluation
 
@@ -194,8 +194,9 @@ def _splits_of(name: str, script: Any) -> Any:
         raise
     except Exception as error:  # which a damaged archive of any kind raises
         cause = error.__cause__ or error
+        fact = "no rows" if "corresponds to no data" in str(cause) else first_line(cause)
         cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated"
-        reason = f"{first_line(cause)}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
+        reason = f"{fact}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
         if isinstance(cause, CastError) or "Schema at index" in str(cause):
             reason = _other_columns(files) or f"some rows have other columns: {first_line(cause)}. Give all the same"
         raise _refused(name, next(_bad_lines([name]), reason)) from error

@@ -40,6 +40,8 @@ def load_tokenizer(model_args: Any, training: Any, *, images: bool = False) -> A
     name, hub = model_args.model_name_or_path, hub_options(model_args, training)
     with agreed("loading the tokenizer"):
         load_config(name, **hub)
+        if Path(name).is_file():
+            raise ConfigError(f"{name} is a file: give its folder, which has the weights and the tokenizer too.")
         cure = "Copy the tokenizer's files of the base model into it."
         with library_errors(f"{name} has a config and no tokenizer that can be loaded", cure):
             tokenizer = found = AutoTokenizer.from_pretrained(name, **hub)
@@ -125,14 +127,13 @@ class Chats:
                     "`messages` of finetune with --assistant_only_loss true and no --dataset_streaming"
                 )
             self.has_marks = True
-        if has_images:  # such rows go through the processor
-            return
-        for turns in chats_of(row):
+        for turns in chats_of(row) if not has_images else ():  # rows with images go through the processor
             answers = [turn for turn in turns if turn["role"] == "assistant"]
+            said = [str(turn.get("tool_calls") or turn.get("content") or "").strip() for turn in answers]
             if self.is_of_assistant and not answers:
                 raise ValueError("a turn of the assistant, for --assistant_only_loss trains on nothing else")
-            if not answers and row.get("messages"):
-                self.unanswered |= dict.fromkeys(f"`{turn['role']}`" for turn in turns)
+            if row.get("messages") and not any(said):
+                self.unanswered |= dict.fromkeys(f"`{turn['role']}`" for turn in turns if turn not in answers)
             kind = (tools is None, *kwargs, *((turn["role"], *turn) for turn in turns))
             if kind in self.seen or getattr(self.tokenizer, "chat_template", None) is None:
                 continue

@@ -320,9 +320,11 @@ def test_empty_rows_are_left_out_and_a_twentieth_is_held_out_unless_nothing_is_e
     assert set(training["text"]) | set(held_out["text"]) == {"one two", "three four"}
     assert "lines.txt: 40 of 80 rows are empty and are left out" in capsys.readouterr().out
     training, held_out = splits(lines(tmp_path / "c.jsonl", [*CHAT, {"messages": []}]))
-    assert len(training) + len(held_out) == len(CHAT) and "the assistant has no turn" not in capsys.readouterr().out
-    splits(lines(tmp_path / "c.jsonl", [*CHAT, {"messages": CHAT[0]["messages"][:1]}]))
-    assert "c.jsonl: in some rows the assistant has no turn, but `user`" in capsys.readouterr().out
+    assert len(training) + len(held_out) == len(CHAT) and "the assistant says nothing" not in capsys.readouterr().out
+    blank = {"messages": [CHAT[0]["messages"][0], {"role": "assistant", "content": " "}]}
+    for silent in (blank, {"messages": CHAT[0]["messages"][:1]}):
+        splits(lines(tmp_path / "c.jsonl", [*CHAT, silent]))
+        assert "c.jsonl: in some rows the assistant says nothing, only `user`" in capsys.readouterr().out
     stream, _ = splits("lines.txt", dataset_streaming=True, max_steps=2, eval_strategy="no")
     assert texts(stream, 3) == ["one two", "three four", "one two"]
     data = lines(tmp_path / "text.jsonl", [{"text": str(n)} for n in range(52)])
