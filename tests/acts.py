@@ -201,8 +201,8 @@ RULES = {
     ),
     "disabled": Rule(2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="adapter", forbids="merged"),
     "disabled, merged": Rule(
-        2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="merged", takes="merged"
-    ),
+        2, "with torch.no_grad(), model.disable_adapter(): " + PASS, needs="merged fp32", takes="merged"
+    ),  # PEFT unmerges in the pass, under autocast with a rounded product
     "merge": Rule(1, "model.merge_adapter()", needs="adapter", forbids="merged", gives="merged"),
     "unmerge": Rule(4, "model.unmerge_adapter()", needs="merged", takes="merged"),
 }  # fmt: skip
@@ -211,7 +211,7 @@ RULES = {
 def drawn(layout: Layout, seed: object, without: Sequence[str] = ()) -> list[Act]:
     """A sequence of 6 to 15 acts between one that loads the model, and a training pass that shows what became of it."""
     chance = random.Random(f"{seed}")
-    facts = {"adapter"} if layout.is_adapter else set()
+    facts = ({"adapter"} if layout.is_adapter else set()) | (set() if layout.is_bf16 else {"fp32"})
     made = chance.choice([("model = load()",)] * 3 + [(ACCELERATOR, "model = load(accelerator)"), ()])
     frozen = chance.choice([(), *((each,) for each in FREEZES)]) if not facts else ()
     acts: list[Act] = [made or (ACCELERATOR, "model = plain_model()", *frozen, "model = accelerator.prepare(model)")]

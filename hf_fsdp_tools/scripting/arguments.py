@@ -12,7 +12,8 @@ from functools import partial
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from huggingface_hub import get_token
@@ -335,10 +336,10 @@ _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kern
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
+    hints = {name: hint for one in parsed for name, hint in get_type_hints(type(one)).items()}
     for value, each in ((getattr(one, each.name), each) for one in parsed for each in fields(one)):
-        is_number = isinstance(each.default, int | float)
-        may_lack = value is None and "None" in str(each.type)
-        if is_number and not may_lack and not isinstance(value, int | float | str):
+        may_lack = value is None and NoneType in get_args(hints[each.name])
+        if isinstance(each.default, int | float) and not may_lack and not isinstance(value, int | float | str):
             raise ConfigError(f"--{each.name}: give a number; the file of --config has {value!r}.")
         if each.name.endswith("_kwargs") and isinstance(value, str):
             raise ConfigError(f'--{each.name}: write it as JSON, {{"name": value}}, and not as {value}.')

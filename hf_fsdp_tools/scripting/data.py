@@ -107,6 +107,8 @@ def load_splits(
         if not Path(names[0]).exists():
             names = [name.strip() for name in names[0].split(",") if name.strip()]
         splits = {name: _splits_of(name, script) for name in names}
+        if script.dataset_test_split == script.dataset_train_split:
+            raise _refused(script.dataset_name, "--dataset_test_split is what is trained on. Name another, or none")
         tests = [script.dataset_test_split, *_TEST_SPLITS] if training.eval_strategy != "no" else []
         there = sorted({split for part in splits.values() for split in part})
         if tests and tests[0] not in ("test", *there):
@@ -435,8 +437,8 @@ def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
     if row.get("label", 0) is None:
         return "no `label`. Give it a class, or delete that row"
     lists = [row[column] for column in needed if column in _LISTS]
-    if any(isinstance(one, list) and None in one for one in lists):
-        return "a word without a class. Give it one, or delete that row"
+    if any(part is None or isinstance(part, list) for one in lists if isinstance(one, list) for part in one):
+        return "a word without a class, or lists for words. Mend it"
     if lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
         return "not one class for each word: both are lists of equal length. Mend it"
     return ""

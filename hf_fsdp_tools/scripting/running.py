@@ -334,8 +334,7 @@ def _first_has_ended() -> bool:
     return False
 
 
-_OWN = str(Path(__file__).parents[1])
-_OF_LIBRARIES = ("<frozen", *(get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+_OWN, _OF_LIBRARIES = str(Path(__file__).parents[1]), ("<frozen", *map(get_path, ("stdlib", "purelib", "platlib")))
 
 
 def _line_of(error: Exception, place: traceback.FrameSummary, name: str) -> str:
@@ -349,8 +348,8 @@ def _line_of(error: Exception, place: traceback.FrameSummary, name: str) -> str:
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:
-    """Run a recipe's `main` and end the process; an error of this package, Ctrl-C, or an error of a library before the
-    first step (mostly about an option), is one line on each machine. The traceback of the last is kept in a file.
+    """Run a recipe's `main` and end the process; Ctrl-C, an error of this package, or of a library before the first
+    step (mostly about an option), whose traceback is kept in a file, is one line on each machine.
 
     The process ends without tearing the interpreter down: threads of gloo and Arrow may still ask for it then, and now
     and then that aborts the process after hours of good work (pytorch issues 190489 and 179291, arrow issue 45017).

@@ -166,6 +166,7 @@ def test_options_of_the_command_line_of_a_file_and_of_the_demo(tmp_path, monkeyp
     monkeypatch.setenv("A_NAME", "a")
     _, training, model_args = parsed(monkeypatch, *options)
     assert (training.learning_rate, training.max_steps, training.resume_from_checkpoint) == (1e-4, 3, True)
+    assert parsed(monkeypatch, "--max_length", "none")[1].max_length is None
     assert (training.max_length, model_args.default_max_length) == (192, SFTConfig.max_length)
     assert training.num_train_epochs == 6 and training.warmup_steps == 10, "the demo's"
     assert not training.eval_on_start and not training.gradient_checkpointing and os.environ["A_NAME"] == "b"
@@ -291,6 +292,7 @@ def test_rows_of_the_page_on_data_are_what_recipes_train_on(tmp_path, monkeypatc
         ("j.json", [{"data": [{"text": "a"}] * 9}], "The rows stand in `data`: write that list alone"),
         ("q.jsonl", [{"d": {"x": CHAT[0]["messages"]}}] * 9, r"Name its turns: --messages_column d\.x"),
         ("v.jsonl", [{"data": CHAT[0]}] * 9, "Name them: --messages_column data.messages"),
+        ("tags.jsonl", [{"tokens": [["a"]], "tags": [["O"]]}] * 9, "a word without a class, or lists for words"),
         ("label.jsonl", [{"text": "a", "label": 1}] * 8 + [{"text": "b", "label": None}], "line 9 has no `label`"),
         ("e.jsonl.gz", None, r"e.jsonl.gz: Compressed file ended before the end"),
         ("p.txt", ["%PDF-1.7"], "p.txt is a PDF"),
@@ -310,7 +312,7 @@ def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(json.dumps(CHAT[0]).encode() * 99)[:-9])
     with pytest.raises(ConfigError, match=message) as caught:
-        splits(name, columns=({"text", "label"},) if name == "label.jsonl" else SFT)
+        splits(name, columns={"label.jsonl": [{"text", "label"}], "tags.jsonl": [{"tokens", "tags"}]}.get(name, SFT))
     assert "\n" not in str(caught.value)
 
 
