@@ -343,8 +343,9 @@ def _line_of(error: Exception, place: traceback.FrameSummary, name: str) -> str:
         return str(error)
     with NamedTemporaryFile("w", prefix=f"{name}-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
-    where = f"{Path(place.filename).name}, line {place.lineno}; the traceback is in {file.name}"
-    return f"{type(error).__name__}: {first_lines(error, 4)} ({where})"
+    return (
+        f"{type(error).__name__}: {first_lines(error, 4)} ({Path(place.filename).name}:{place.lineno}; see {file.name})"
+    )
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:

@@ -213,7 +213,7 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     with pytest.raises(SystemExit, match="1"):  # a library's, before the first step
         run(lambda: json.loads("{bad"), "finetune")
     said = capsys.readouterr().err
-    kept = re.fullmatch(r"finetune: error: JSONDecodeError: .* \(.*\.py, line \d+; the traceback is in (.*)\)\n", said)
+    kept = re.fullmatch(r"finetune: error: JSONDecodeError: .* \(.*\.py:\d+; see (.*)\)\n", said)
     assert kept and "in raw_decode" in Path(kept[1]).read_text()
     late = json.JSONDecodeError("late", "", 0)
     late.add_note("7 steps were trained")
