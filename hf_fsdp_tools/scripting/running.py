@@ -37,7 +37,7 @@ from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, estimate_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
-from hf_fsdp_tools.text import dtype_name, first_line, first_lines, listed, show_bytes
+from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
 _recipe = ""  # The name that `run` was given
 _estimate: dict[str, Any] | None = None  # That of the model that was loaded, on the first rank of GPUs
@@ -343,9 +343,7 @@ def _line_of(error: Exception, place: traceback.FrameSummary, name: str) -> str:
         return str(error)
     with NamedTemporaryFile("w", prefix=f"{name}-", suffix=".txt", delete=False) as file:
         traceback.print_exception(error, file=file)
-    return (
-        f"{type(error).__name__}: {first_lines(error, 4)} ({Path(place.filename).name}:{place.lineno}; see {file.name})"
-    )
+    return f"{type(error).__name__}: {first_line(error)} ({Path(place.filename).name}:{place.lineno}; see {file.name})"
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:
