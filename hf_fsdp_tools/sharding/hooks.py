@@ -81,13 +81,11 @@ class Units(Feature):
         base = getattr(model, "base_model", model)
         if isinstance(head, FSDPModule) and base is not model:
             yield Hook(base, Phase.KEEP, partial(_gather_head, head=head))
-        stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
-        kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
-        yield Hook(model, Phase.CONTEXT, partial(_pass, model, kept))
+        yield Hook(model, Phase.CONTEXT, partial(_pass, model))
         for part in model.modules():
             is_within = part is not model and part not in units and has_forward(part)
             if is_within and units.intersection(part.modules()):  # the base, a decoder, a tower
-                yield Hook(part, Phase.CONTEXT, partial(_pass_within, model, kept))
+                yield Hook(part, Phase.CONTEXT, partial(_pass_within, model))
         if _IS_BEFORE_2_13:
             yield Hook(model, Phase.OUTPUT, _complete_units)
 
@@ -176,7 +174,7 @@ def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
 
 
 @contextmanager
-def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+def _pass(model: nn.Module) -> Iterator[None]:
     """A pass of a model, or of its base alone, at whose end modules register shards: an optimizer made now, or a change
     in place, is of these. What FSDP2 keeps gathered for backward stays so; without gradients, or after an error, it
     does not."""
@@ -186,15 +184,15 @@ def _pass(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
     if note_of(model).gathered:
         return
     for module in model.modules() if not torch.is_grad_enabled() else ():
-        if isinstance(module, FSDPModule) and module not in kept:
+        if isinstance(module, FSDPModule):
             module.reshard()
     show_shards(model)
 
 
 @contextmanager
-def _pass_within(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[None]:
+def _pass_within(model: nn.Module) -> Iterator[None]:
     """Let a pass of the base or a tower alone be one of the model, in whose own unit weights of it may lie."""
-    with nullcontext() if in_pass(model) else _pass(model, kept), forward_begun(model):
+    with nullcontext() if in_pass(model) else _pass(model), forward_begun(model):
         yield
 
 

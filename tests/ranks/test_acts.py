@@ -95,6 +95,10 @@ FOUND = {
         "kept", WITH_ACCELERATOR + "model = with_adapter(model)\nmodel.merge_adapter()\nwith torch.no_grad(): " + PASS
         + "model.unmerge_adapter()",
     ),
+    "changed by an attribute after an evaluation": (
+        "kept", LOAD + "with torch.no_grad(): " + PASS + "base(model).layers[0].mlp.down_proj.weight.data.mul_(0.9)\n"
+        + STATE + "with torch.no_grad(): " + PASS,
+    ),
     "merged and disabled": (
         "lora", LOAD + "model.merge_adapter()\nwith model.disable_adapter(): " + PASS + PASS + BACKWARD,
     ),
