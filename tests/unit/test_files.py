@@ -169,7 +169,7 @@ def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, m
 
 
 def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check the path"):
+    with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check path"):
         read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
     file = tmp_path / "full.bin"
     file.write_bytes(bytes(4000))
