@@ -181,7 +181,7 @@ def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, mon
         reader.read([whole(file, torch.zeros(1000), torch.zeros(1000))])
     assert broken.call_count <= 4
     monkeypatch.setattr(files.os, "pwritev", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match=r"Cannot write .*full\.bin', where .* are free: .*No space.*the space"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .*full\.bin', where .* are free: .*No space.*and space"):
         write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
 
 
