@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
-from typing import Literal
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -46,8 +45,6 @@ class DraftUnit:
     """`reshard_after_forward` of the unit, as in `WrapUnit`. A step may set it."""
     reason: str
     """Why it is a unit, for the plan's table. A step may set it."""
-    kept_for: Literal["tail", "tie", "user"] = "user"
-    """Who wants it kept where `reshard` is False, as in `WrapUnit`. A step that sets `reshard` sets it."""
 
 
 class PlanDraft:
@@ -163,7 +160,7 @@ class PlanDraft:
 
     def join(self, nodes: Iterable[ModuleNode], reshard: bool | int | None, reason: str) -> None:
         """Make one unit of `nodes` and all units that they carry; of nested modules, the plan names the outermost."""
-        joined = DraftUnit([], reshard, reason, "tie")
+        joined = DraftUnit([], reshard, reason)
         for node in nodes:
             unit = self.unit_at(node)
             if unit is None:
@@ -196,7 +193,6 @@ class PlanDraft:
                 num_params=0,
                 num_bytes=0,
                 reason=unit.reason,
-                kept_for=unit.kept_for if unit.reshard is False else None,
             )
             for unit in self._children_first()
         ]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.text import listed, merge_alike, merge_names, show_bytes, show_count, table
@@ -29,9 +29,6 @@ class WrapUnit:
     """Bytes of the gathered unit, in the dtypes of the model that was planned."""
     reason: str
     """Why this is a unit, for a reader."""
-    kept_for: Literal["tail", "tie", "user"] | None = None
-    """Why a unit with `reshard_after_forward=False` is kept: backward begins with it ("tail"), it runs once more
-    ("tie"), or the policy says so ("user"). The last alone stays gathered after a forward pass without gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class WrapPlan:
     def digest(self) -> str:
         """sha256 (hex) of the units as FSDP gets them. Ranks with different digests would wait for each other."""
         content = [self.model_class, self.num_params, self.replicated]
-        content += [[unit.modules, unit.reshard_after_forward, unit.num_params, unit.kept_for] for unit in self.units]
+        content += [[unit.modules, unit.reshard_after_forward, unit.num_params] for unit in self.units]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -266,7 +266,7 @@ def join_tail(draft: PlanDraft) -> None:
     if unit is draft.root or any(draft.is_block(node) for node in unit.nodes):
         return
     if unit.reshard is not False:
-        unit.reshard, unit.kept_for = False, "tail"
+        unit.reshard = False
     node = draft.tree.by_fqn[norm.fqn] if norm else None
     if node is None or not draft.is_in_root(node) or not draft.can_be_unit(node):
         return
@@ -308,18 +308,17 @@ def override_reshard(draft: PlanDraft) -> None:
                 f"reshard_after_forward: {pattern!r} matches no unit; units are {listed(map(repr, names))}."
             )
         for unit in chosen:
-            unit.reshard, unit.kept_for = value, "user"
+            unit.reshard = value
 
 
 def _move_inside(draft: PlanDraft, weights: list[Weight], unit: DraftUnit, dtype: torch.dtype) -> None:
     """Move weights into a new unit inside `unit`; replicate those that cannot be moved."""
     left = _inseparable(draft, weights)
-    made = draft.add_unit(
+    draft.add_unit(
         _separable_owners(draft, weights),
         True if unit.reshard is None else unit.reshard,
         f"{dtype_name(dtype)} parameters inside a unit of another dtype",
     )
-    made.kept_for = unit.kept_for
     draft.replicate(left)
 
 

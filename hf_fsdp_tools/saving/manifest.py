@@ -25,7 +25,7 @@ off."""
 
 _FORMAT = 1
 _MOST = 200_000
-"""Files of a checkpoint."""
+"""Files that a checkpoint may have. (assumed)"""
 _BLOCK_BYTES = 2**23
 _KINDS = {"bytes": int, "sha256": str}
 _CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."

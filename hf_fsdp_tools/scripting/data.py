@@ -107,9 +107,9 @@ def load_splits(
         if not Path(names[0]).exists():
             names = [name.strip() for name in names[0].split(",") if name.strip()]
         splits = {name: _splits_of(name, script) for name in names}
-        if script.dataset_test_split == script.dataset_train_split:
-            raise ConfigError("--dataset_test_split is what is trained on. Name another, or none.")
         tests = [script.dataset_test_split, *_TEST_SPLITS] if training.eval_strategy != "no" else []
+        if tests[:1] == [script.dataset_train_split]:
+            raise ConfigError("--dataset_test_split is what is trained on. Name another, or none.")
         there = sorted({split for part in splits.values() for split in part})
         if tests and tests[0] not in ("test", *there):
             has = f"no split {tests[0]!r}, only {listed(there)}"

@@ -109,7 +109,7 @@ class Chats:
         self.can_mask = self.is_of_assistant and tokenizer is not None and not is_stream
         self.seen: set[Any] = set()
         self.has_marks = False
-        self.unanswered: dict[str, None] = {}  # roles, where the assistant has no turn in a row to train on
+        self.unanswered: dict[str, None] = {}  # roles, where the assistant says nothing in a row to train on
 
     def __reduce__(self) -> Any:
         """As one that looks at nothing but marks: datasets hashes whatever a filter refers to, and this changes no row;

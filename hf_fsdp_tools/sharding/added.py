@@ -92,7 +92,6 @@ def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Ite
                 modules=(f"{name}.original_module",),
                 reshard_after_forward=True,
                 reason="frozen, its copy is trained",
-                kept_for=None,
             )
     for together in tied.values():
         yield replace(unit, modules=tuple(together), reason="trained copy of a tied module")

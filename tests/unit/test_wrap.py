@@ -289,30 +289,27 @@ def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
         unit_names(Model(nn.ModuleList(running())), units=(lambda fqn, _: {"colour": 1} if fqn == "norm" else None,))
 
 
-def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() -> None:
+def test_a_plan_is_data_with_a_stable_digest_and_says_which_units_are_kept() -> None:
     plan = make_wrap_plan(Model(nn.ModuleList(running())))
     again = WrapPlan.from_json(plan.to_json())
     assert again == plan and again.digest == plan.digest == make_wrap_plan(Model(nn.ModuleList(running()))).digest
     worded = replace(plan, units=tuple(replace(unit, reason="other") for unit in plan.units))
     assert worded.digest == plan.digest  # the wording is no part of what FSDP is told
-    for told in ({"reshard_after_forward": False}, {"kept_for": "user"}):
-        kept = (replace(plan.units[0], **told), *plan.units[1:])
-        assert replace(plan, units=kept).digest != plan.digest
+    others = (replace(plan.units[0], reshard_after_forward=False), *plan.units[1:])
+    assert replace(plan, units=others).digest != plan.digest
 
     def first(fqn: str, module: nn.Module) -> dict[str, Any] | None:
         return {"reshard_after_forward": False, "reason": "head of the stack"} if fqn == "model.layers.0" else None
 
-    def kept(**policy: Any) -> dict[str, str | None]:
+    def kept(**policy: Any) -> list[str]:
         sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 16_384, "num_hidden_layers": 2}
         model = build_meta_model(t.LlamaConfig(**sizes, tie_word_embeddings=policy.pop("tied", False)))
         plan = make_wrap_plan(model, policy=WrapPolicy(**policy))
-        assert all((unit.kept_for is not None) == (unit.reshard_after_forward is False) for unit in plan.units)
-        return {unit.modules[0]: unit.kept_for for unit in plan.units if unit.kept_for}
+        return [unit.modules[0] for unit in plan.units if unit.reshard_after_forward is False]
 
-    assert kept() == {"model.norm": "tail"}
-    assert kept(units=(first,)) == {"model.layers.0": "user", "model.norm": "tail"}
-    assert kept(tied=True) == {"model.embed_tokens": "tie"}
-    assert kept(reshard_after_forward={"lm_head": False}) == {"model.norm": "user"}
+    assert kept() == kept(reshard_after_forward={"lm_head": False}) == ["model.norm"]
+    assert kept(units=(first,)) == ["model.layers.0", "model.norm"]
+    assert kept(tied=True) == ["model.embed_tokens"]
 
 
 @pytest.mark.parametrize("text", ["", "[" * 5000, "{}", '{"format": 9}', '{"format": 1, "units": [{"modules": []}]}'])
