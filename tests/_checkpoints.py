@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_fsdp_tools import FSDPToolsError
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.steps import build_meta_model, load_weights
+from tests.api import all_ranks, shrink
 from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.proof.rounding import MULTIPLE, SHARES, summed_in_parts
+from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
+from tests.api import MULTIPLE
 
 OF_A_NUMBER = 2**-11
 """How far a number may be in any case, relatively: an eighth of a rounding in bf16, since losses are means of values

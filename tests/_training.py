@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import full
+from tests.api import local_device
 
 
 class ShardedTrainer(FSDPTrainerMixin, Trainer):

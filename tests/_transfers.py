@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_tools.accelerator import side_stream_for
-from hf_fsdp_tools.loading.io.files import Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.quantized.dequantize import WORK_BYTES
+from tests.api import Reader, Transfer, TransferStats, side_stream_for
 
 
 def read_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import ParallelDims, from_pretrained
 from hf_fsdp_tools.extensions import tensor_parallel
-from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from tests._shardings import share_shardings
+from tests.api import clip_norm, step_kinds_apart
 
 SIZES = {"vocab_size": 132, "hidden_size": 48, "intermediate_size": 68, "num_hidden_layers": 2}
 

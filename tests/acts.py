@@ -46,13 +46,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_fsdp_tools
-from hf_fsdp_tools import FSDPPlugin, ParallelDims, WrapPolicy, load_adapter, wait_for_saves
-from hf_fsdp_tools.errors import FSDPToolsError
-from hf_fsdp_tools.proof.case import telling
+from hf_fsdp_tools import FSDPPlugin, FSDPToolsError, ParallelDims, WrapPolicy, load_adapter, wait_for_saves
 from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import full, randomize, stored_tensors, tiny_config
 from tests._dist import hide_gpus, run_ranks
 from tests._training import new_accelerator
+from tests.api import telling
 
 Tensors = dict[str, torch.Tensor]
 Act = tuple[str, ...]

@@ -6,7 +6,8 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from hf_fsdp_tools.cli import options
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
+from tests.api import patched
 
 pytest_plugins = ["tests.support"]
 gc.disable()  # until all is imported, of which nothing goes away
@@ -126,6 +128,13 @@ def as_found() -> Iterator[None]:
     forget_accelerate()
     transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture
+def patch_inner() -> Iterator[Callable[..., None]]:
+    """Lets inner names of other rooms be something else until the test ends: `tests.api.patched`."""
+    with ExitStack() as stack:
+        yield lambda **values: stack.enter_context(patched(**values))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers
 
-from hf_fsdp_tools.modeling.configs import save_tokenizer, write_older_keys
+from tests.api import save_tokenizer, write_older_keys
 
 WRITE = """
 import sys, transformers as hf

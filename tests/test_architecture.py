@@ -11,12 +11,12 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import hf_fsdp_tools
-from hf_fsdp_tools.sharding.fsdp2_internals import names_of_fsdp2
-from hf_fsdp_tools.sharding.shard import features
+from tests.api import features, names_of_fsdp2
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -228,6 +228,38 @@ def test_benchmarks_do_not_import_tests_and_tests_import_two_of_them():
         assert not [
             path for path, text in texts.items() if re.search(rf"^ *(from|import) {other}\b", text, re.MULTILINE)
         ]
+
+
+DOORS = ("steps", "testing", "errors", "scripting")
+MANY_ROOMS = {"ranks/test_proof.py", "api.py"}
+"""A test that puts faults into rooms, so that a proof finds them, and the table of inner names."""
+
+
+def inner_rooms(path: Path) -> set[str]:
+    """Rooms of which a test knows more than what users see: what it imports, and names as text, for a patch."""
+    named: set[str] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"hf_fsdp_tools(\.\w+)+", str(node.value)):
+            named.add(node.value)
+    public = {*hf_fsdp_tools.__all__, "__version__", "__file__", *DOORS}
+    for door in DOORS:
+        module = importlib.import_module(f"hf_fsdp_tools.{door}")
+        public |= {f"{door}.{name}" for name, value in vars(module).items() if not isinstance(value, ModuleType)}
+        public |= {f"{door}.{name}" for name in getattr(module, "__all__", ())}
+    found = {name.partition(".")[2] for name in named if name.startswith("hf_fsdp_tools.")} - public
+    return {room_of(name) for name in found}
+
+
+def test_a_test_knows_what_users_see_and_its_own_room():
+    """Names of other rooms stand in `tests/api.py`: a redesign of one room changes no test of another."""
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("*.py")):
+        rooms = inner_rooms(path) if str(path.relative_to(tests)) not in MANY_ROOMS else ()
+        assert len(rooms) <= 1, f"{path.name} knows what is inside {rooms}; tests/api.py has names for several tests"
 
 
 def test_the_environment_is_read_in_two_places():

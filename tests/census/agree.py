@@ -14,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools.proof import compare
-from hf_fsdp_tools.proof.plain import Case, Figures, Tensors, evaluate, forward, loss_of, outputs_of
-from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
-from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.proof.plain import Figures, outputs_of
+from tests.api import Case, Tensors, evaluate, forward, loss_of, parameters_of_unit, sharding_of, unit_modules
 
 
 def examine_sharded(case: Case, precision: str, plain: Figures, state: Tensors) -> dict[str, Any]:

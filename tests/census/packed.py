@@ -20,16 +20,23 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.distributed.shards import local_tensor
-from hf_fsdp_tools.loading.conversion import map_loading, persistent_tensors
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.quantized.keep import keep_stored
-from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from hf_fsdp_tools.proof.case import tiny_case
-from hf_fsdp_tools.proof.plain import PRECISIONS, Case, evaluate, forward, loss_of
 from hf_fsdp_tools.steps import build_meta_model
 from tests._rounding import with_rounding
+from tests.api import (
+    PRECISIONS,
+    Case,
+    CheckpointIndex,
+    PackedForm,
+    evaluate,
+    forward,
+    keep_stored,
+    local_tensor,
+    loss_of,
+    map_loading,
+    packed_parameters,
+    persistent_tensors,
+    tiny_case,
+)
 from tests.census import trained
 from tests.census.defaults import build_config
 from tests.census.rows import Census, Row, is_causal, model_classes

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from hf_fsdp_tools import from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
-from hf_fsdp_tools.proof.case import tiny_case
 from hf_fsdp_tools.proof.compare import held_part
-from hf_fsdp_tools.proof.plain import Case, load_plain, tensors_of
+from hf_fsdp_tools.proof.plain import load_plain, tensors_of
+from tests.api import Case, as_dtensor, local_tensor, tiny_case
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, model_classes
 from tests.census.sizes import SIZES

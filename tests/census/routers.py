@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.proof.case import telling, tiny_case
-from hf_fsdp_tools.proof.compare import load_sharded
-from hf_fsdp_tools.proof.plain import PRECISIONS, Case, Tensors, forward, loss_of
+from hf_fsdp_tools import ConfigError
 from tests._training import full_gradients
+from tests.api import PRECISIONS, Case, Tensors, forward, load_sharded, loss_of, telling, tiny_case
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, model_classes
 from tests.census.sizes import SIZES

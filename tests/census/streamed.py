@@ -5,14 +5,19 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_fsdp_tools.distributed.shards import local_boxes
-from hf_fsdp_tools.loading.conversion import persistent_tensors
-from hf_fsdp_tools.proof.case import tiny_case
-from hf_fsdp_tools.proof.compare import load_sharded
-from hf_fsdp_tools.proof.plain import PRECISIONS, Case
-from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
-from hf_fsdp_tools.streaming.routes import Holders, spread_of
+from hf_fsdp_tools import live_weights
 from tests._checkpoints import stored_tensors
+from tests.api import (
+    PRECISIONS,
+    Case,
+    Holders,
+    LiveWeights,
+    load_sharded,
+    local_boxes,
+    persistent_tensors,
+    spread_of,
+    tiny_case,
+)
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, model_classes
 from tests.census.sizes import SIZES

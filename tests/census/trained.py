@@ -10,12 +10,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools import ParallelDims
 from hf_fsdp_tools.proof.batches import WORDS
-from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter, with_kinds
-from hf_fsdp_tools.proof.compare import load_sharded
-from hf_fsdp_tools.proof.plain import PRECISIONS, Case, forward, loss_of, plain_figures
-from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
+from tests.api import (
+    PRECISIONS,
+    Case,
+    forward,
+    load_sharded,
+    loss_of,
+    plain_figures,
+    telling,
+    tiny_case,
+    with_adapter,
+    with_kinds,
+)
+from tests.api import WORDS as ODD_WORDS
 from tests.census.agree import examine_sharded
 from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, model_classes

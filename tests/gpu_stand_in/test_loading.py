@@ -13,12 +13,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, write_transfers
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.regions import row_major_strides
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED
 from tests._dist import run_ranks
 from tests._transfers import read_transfers
+from tests.api import Transfer, local_device, row_major_strides, write_transfers
 from tests.gpu_stand_in import counts_on, fakegpu
 
 pytestmark = counts_on(2)

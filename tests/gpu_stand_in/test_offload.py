@@ -11,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import ParallelDims, from_config
-from hf_fsdp_tools.distributed.shards import local_tensor
 from tests._dist import run_ranks
+from tests.api import local_tensor
 from tests.gpu_stand_in import counts_on, fakegpu
 
 pytestmark = counts_on(2)

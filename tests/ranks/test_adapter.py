@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from unittest.mock import Mock
 
 import peft
@@ -44,11 +43,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.sharding.added import shard_added
-from hf_fsdp_tools.sharding.sharding import sharding_of
-from hf_fsdp_tools.steps import make_wrap_plan, shard_model
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
 from tests._checkpoints import (
     assert_same_tensors,
     full,
@@ -63,6 +58,7 @@ from tests._grids import fast_and_nightly, in_turn
 from tests._noted import Operators
 from tests._rounding import assert_near, with_rounding
 from tests._training import arguments, full_gradients, logged, train
+from tests.api import base_of, patched, shard_added, sharding_of
 
 IDS = torch.arange(3, 19).reshape(1, 16)
 # PEFT's expert weights have strides that grouped_mm refuses at this size.
@@ -466,7 +462,7 @@ def _copied_bytes(func: Any, *args: Any) -> int:
 def frozen_weights_are_not_copied_where_nothing_is_gathered(folder: Path, output: Path) -> None:
     found = []
     for is_used in (True, False):
-        unused = mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place", return_value=None)
+        unused = patched(use_frozen_in_place=lambda *_: None)
         replaced = nullcontext() if is_used else unused
         with replaced:
             set_seed(0)

@@ -16,10 +16,10 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import CheckpointError, export_checkpoint, from_pretrained, save_pretrained
 from hf_fsdp_tools.integrations import accelerator_state
-from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from tests._checkpoints import assert_same_tensors, full, make_quantized, plain_model, randomize, refusal
 from tests._dist import run_cases, run_ranks
 from tests._training import batches_of, make_rows, new_accelerator, train
+from tests.api import check_dcp
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
 WHOLE = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools import CheckpointError, RanksError
+from hf_fsdp_tools import CheckpointError, RanksError, rank_timeout
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state
-from hf_fsdp_tools.distributed.rounds import rank_timeout
+from hf_fsdp_tools.distributed.agreement import shared_rng_state
 from tests._dist import run_cases, run_ranks
+from tests.api import agreed, all_ranks
 
 
 def same_error(kind, call):

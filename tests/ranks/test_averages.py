@@ -24,10 +24,10 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.shards import part_of
 from tests._checkpoints import assert_same_tensors, full, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+from tests.api import part_of
 
 DECAY, STEPS = 0.9, 2
 LORA = {"r": 3, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}

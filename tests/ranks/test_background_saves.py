@@ -23,14 +23,16 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import WrapPolicy, background, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.distributed import agreement, liveness
-from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
-from hf_fsdp_tools.errors import CheckpointError, RanksError
-from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools import (
+    CheckpointError,
+    RanksError,
+    WrapPolicy,
+    from_pretrained,
+    save_pretrained,
+    wait_for_saves,
+)
 from hf_fsdp_tools.saving import copies, publish
+from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import (
     full_state,
     loaded,
@@ -42,6 +44,7 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
+from tests.api import all_ranks, available_bytes, patched, plain_view, wait_for_all_ranks, wrap_fsdp1
 from tests.ranks.test_save import Doubled, with_conversion
 
 
@@ -150,7 +153,6 @@ def fails_before_one_step(save: Callable[[], object], gate: Gate, match: str) ->
     weight, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = WithAnother(weight, other)
     weight.grad, other.grad = torch.ones(1), torch.ones(1)
-    before = background._steps
     save()
     with pytest.raises(CheckpointError, match=match) as caught:
         for step in itertools.count():
@@ -158,8 +160,8 @@ def fails_before_one_step(save: Callable[[], object], gate: Gate, match: str) ->
                 gate.opened.set()
             optimizer.step()
             time.sleep(0.001 if dist.get_rank() == 0 else 0.02)
-    steps = background._steps - before
-    assert -weight.item() == -other.item() == steps > 3, "the step that was to come has not begun"
+    steps = -weight.item()
+    assert -other.item() == steps > 3, "the step that was to come has not begun"
     assert len(set(all_ranks((steps, str(caught.value))))) == 1
     assert wait_for_saves() is None, "an error is raised once"
 
@@ -192,7 +194,7 @@ def nobody_reads_what_rank_0_says(source: Path, target: Path) -> None:
     model = loaded("llama", source / "llama")
     save_pretrained(model, target, blocking=False)
     wait_for_saves()
-    closed = patch.object(background, "_print", side_effect=BrokenPipeError("nobody reads"))
+    closed = patched(_print=Mock(side_effect=BrokenPipeError("nobody reads")))
     with closed, pytest.raises((BrokenPipeError, CheckpointError), match="nobody reads"):
         save_pretrained(model, target, blocking=False)
         wait_for_saves()
@@ -205,8 +207,8 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
     model = loaded("llama", source / "llama")
     save_pretrained(model, target, max_shard_size="60KB")
     before = files_in(target)
-    share = agreement.available_bytes() if dist.get_rank() == 0 else 10_000
-    with patch.object(agreement, "available_bytes", lambda: share):
+    share = available_bytes() if dist.get_rank() == 0 else 10_000
+    with patched(available_bytes=lambda: share):
         text = refusal(lambda: save_pretrained(model, target, max_shard_size="60KB", blocking=False), CheckpointError)
     said = r"a copy: .* kB of host memory for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
     assert re.search(said, text)
@@ -218,8 +220,8 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
         save_pretrained(model, target, max_shard_size="60KB", blocking=False)
     wait_for_all_ranks()
     assert "can't allocate memory" in str(caught.value) and files_in(target) == before
-    apart = patch.object(agreement, "processes_in_sight", lambda: f"container {dist.get_rank()}")
-    with apart, patch.object(agreement, "available_bytes", lambda: 1.5 * sum(map(len, before.values())) / 2):
+    apart = patched(processes_in_sight=lambda: f"container {dist.get_rank()}")
+    with apart, patched(available_bytes=lambda: 1.5 * sum(map(len, before.values())) / 2):
         save_pretrained(model, target, max_shard_size="60KB", blocking=False)  # of hosts of one name
     wait_for_saves()
 
@@ -287,7 +289,7 @@ def test_a_script_that_ends_has_its_save_finished_without_its_process_group(tmp_
 
 
 def die_while_it_is_written(source: Path, target: Path, out: Path) -> None:
-    liveness._BEAT_S = 0.2
+    patched(_BEAT_S=0.2).__enter__()
     model = loaded("llama", source)
     save_pretrained(model, target)
     wait_for_all_ranks()

@@ -13,8 +13,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from hf_fsdp_tools.proof.plain import PRECISIONS
 from tests._dist import run_alone, run_cases, run_ranks
+from tests.api import PRECISIONS
 from tests.census import packed, resumed, routers
 from tests.census.trained import examine_on_ranks, examine_plain, judged, size_of
 

@@ -8,14 +8,11 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from hf_fsdp_tools import Muon, WrapPolicy
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.extensions.float8 import float8_layers
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding.sharding import Float8Policy
+from hf_fsdp_tools import Float8Policy, Muon, ParallelDims, WrapPolicy
 from hf_fsdp_tools.steps import WrapPlan, make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests.api import ModuleTree, float8_layers
 
 
 class Alpha(nn.Module):

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from hf_fsdp_tools import ConfigError, RanksError, from_pretrained, live_weights, save_pretrained
-from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.extensions.vllm import update_vllm, weight_source
-from hf_fsdp_tools.streaming.live import LiveWeights
 from tests._checkpoints import assert_same_tensors, full_state, loaded, plain_model, refusal, stored_tensors
 from tests._consumers import Engine, SGLangServer, VLLMServer, stand_ins
 from tests._dist import named, run_cases, run_ranks
 from tests._documents import blocks
+from tests.api import LiveWeights, all_ranks
 from tests.ranks.test_live_weights import MOE, QUIET, filled, replicas
 
 Tensors = dict[str, torch.Tensor]

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter, make_accelerator
-from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import Runs, full_state, lora, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
+from tests.api import MANIFEST, METADATA
 from tests.unit.test_damaged import Damage, config, described, truncated
 
 IDS = torch.arange(3, 19).reshape(1, 16)

@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations import compressed_tensors
 
 from hf_fsdp_tools import CheckpointError, ParallelDims, from_pretrained, save_pretrained
-from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import (
     ORDERED,
@@ -35,6 +33,7 @@ from tests._checkpoints import (
 )
 from tests._dist import run_cases, run_ranks
 from tests._grids import in_turn
+from tests.api import beside_4bit, load_weights_fsdp1, weights_4bit, wrap_fsdp1
 
 KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
 """Those of compressed-tensors where its package is there, which transformers needs."""

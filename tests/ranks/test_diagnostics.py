@@ -14,12 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools.diagnostics.diagnosis import diagnose
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, WrapPlanError
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import WrapPolicy
-from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools import ConfigError, FSDPToolsError, ParallelDims, WrapPolicy, diagnose
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
 

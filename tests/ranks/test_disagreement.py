@@ -17,13 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ConfigError, WrapPolicy
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.pretrained import from_pretrained
-from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained, save_pretrained
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import make_checkpoint, make_model, refusal, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
 

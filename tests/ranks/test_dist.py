@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
-from hf_fsdp_tools import testing
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools import ConfigError, testing
 from tests._dist import run_cases, run_ranks
 
 

@@ -28,13 +28,11 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving import export
 from tests._checkpoints import loaded, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.api import MemoryWatch, main, plain_view
 
 SIZE = "60KB"
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
+    ConfigError,
     Float8Policy,
     FSDPPlugin,
     ParallelDims,
@@ -36,13 +37,8 @@ from hf_fsdp_tools import (
     save_pretrained,
     unsharded,
 )
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions import float8
-from hf_fsdp_tools.extensions.float8 import Float8, float8_config, float8_layers
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.proof.rounding import MULTIPLE
-from hf_fsdp_tools.sharding import placement
+from hf_fsdp_tools.extensions.float8 import Float8, float8_config
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import named, run_cases, run_ranks
@@ -57,6 +53,7 @@ from tests._training import (
     make_rows,
     new_accelerator,
 )
+from tests.api import MULTIPLE, ModuleTree, float8_layers, note_of, patched
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -556,7 +553,7 @@ def words_that_are_refused(folder: Path) -> None:
 def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
     mesh = ParallelDims(dp_replicate_size=copies).build_mesh("cpu")
     always = {"_MOST_PADDING": 1.0, "_MOST_PADDING_BYTES": 0, "_LEAST_RUN": 0}
-    with patch.multiple(placement, **always) if columns else nullcontext():
+    with patched(**always) if columns else nullcontext():
         model = load(folder, FP32, mesh=mesh)
     assert columns == (model.model.layers[0].mlp.down_proj.weight.placements == (Shard(1),))
     ids = rows_of(dist.get_rank(), dist.get_world_size())[0][0]

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.foreseeing.cases import SIZES, case_named
 from benchmarks.foreseeing.memory import estimated_on_cpus, measured_on_cpus, requested
 from benchmarks.foreseeing.training import Training
-from hf_fsdp_tools.foresight.events import Alloc, Work
-from hf_fsdp_tools.foresight.forecast import build
 from tests._dist import run_ranks
+from tests.api import Alloc, Work, build
 
 CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")
 RECOMPUTED = tuple(

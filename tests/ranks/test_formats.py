@@ -13,12 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools import CheckpointError, from_pretrained
+from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import assert_same_model, full, loaded, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
+from tests.api import METADATA
 from tests.ranks.test_load import last_even_dim
 
 KINDS = ("deepseek_v3",)

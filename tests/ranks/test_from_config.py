@@ -7,13 +7,10 @@ import torch
 from transformers import LlamaConfig
 
 from hf_fsdp_tools import CheckpointError, ConfigError, ParallelDims, describe_sharding, from_config, make_accelerator
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.extensions.tensor_parallel import ALL_PARALLEL_STYLES
-from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import assert_same_model
 from tests._dist import run_cases, run_ranks
+from tests.api import ALL_PARALLEL_STYLES, allocate, initialize_missing, local_device
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -18,21 +18,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
-from hf_fsdp_tools.extensions.fsdp1 import hybrid_auto_wrap_policy, load_weights_fsdp1, wrap, wrap_fsdp1
-from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import WrapPolicy
-from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.streaming.live import live_weights
+from hf_fsdp_tools import CheckpointError, ConfigError, WrapPolicy, live_weights, save_pretrained
+from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.extensions.fsdp1 import wrap
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import assert_same_tensors, make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
+from tests.api import (
+    all_ranks,
+    allocate,
+    hybrid_auto_wrap_policy,
+    initialize_missing,
+    load_weights_fsdp1,
+    plain_view,
+    wrap_fsdp1,
+)
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "t5")
 LOADED = sorted(CHECKPOINTS)

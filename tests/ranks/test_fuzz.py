@@ -25,17 +25,17 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
     FSDPPlugin,
+    FSDPToolsError,
     ParallelDims,
     clip_grad_norm_,
     from_pretrained,
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.errors import FSDPToolsError
-from hf_fsdp_tools.proof.case import telling
 from tests._checkpoints import randomize, tiny_config
 from tests._dist import run_ranks
 from tests._training import ShardedTrainer, arguments, logged, new_accelerator
+from tests.api import telling
 
 DENSE = (
     "llama", "qwen3", "gemma3_text", "mistral", "olmo2", "phi3", "granite", "cohere2", "glm4", "starcoder2", "gpt_neox",

@@ -17,13 +17,11 @@ from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, default_data_collator
 
 from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
-from hf_fsdp_tools.accelerator import peak_bytes
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_tensor
 from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_within
 from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
+from tests.api import all_ranks, local_tensor, peak_bytes
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

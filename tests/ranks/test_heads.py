@@ -17,11 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.steps import load_weights
-from hf_fsdp_tools.text import show_bytes
 from tests._checkpoints import (
     QUANTIZED,
     add_heads,
@@ -35,6 +32,7 @@ from tests._checkpoints import (
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.api import all_ranks, note_of, show_bytes
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
 SIZE = "60KB"

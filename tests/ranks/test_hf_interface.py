@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
 from hf_fsdp_tools import (
+    ConfigError,
     FSDPTrainerMixin,
     TrainerSettings,
     from_pretrained,
@@ -23,12 +24,11 @@ from hf_fsdp_tools import (
     save_pretrained,
     wait_for_saves,
 )
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_tensors, full_state, lora, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
+from tests.api import sharding_of
 
 ROWS = torch.arange(8 * 12).reshape(8, 12) % 90
 

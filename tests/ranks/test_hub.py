@@ -19,8 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, load_adapter
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, from_pretrained, load_adapter
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import full_state, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks

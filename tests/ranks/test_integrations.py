@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
-from hf_fsdp_tools.integrations.model import check_managed
+from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_within
+from tests.api import check_managed, local_device
 
 # ---- prepare ----
 

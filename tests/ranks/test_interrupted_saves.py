@@ -27,10 +27,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, ParameterEMA, from_pretrained, save_pretrained
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving import hidden_folder, publish
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly

@@ -21,15 +21,12 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_tensor
-from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.proof.routing import choices
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._rounding import assert_near, with_rounding
 from tests._training import ShardedTrainer, arguments, full_gradients, logged, make_rows
+from tests.api import all_ranks, choices, local_tensor, patched
 from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, prepared, rows
 
@@ -45,7 +42,7 @@ def files_and_bytes_do_not_know_of_it(combinations, parent):
     rank of a layer. Saved at once and in the background: the files of one axis, and the tensors of one process."""
     for kind, dims, dtype in combinations:
         what, folder = (kind, dims, dtype), folder_of(kind, parent)
-        with patch.object(files, "MAX_GAP_BYTES", 0):
+        with patched(MAX_GAP_BYTES=0):
             model, report = from_pretrained(folder, mesh=dims, dtype=dtype, load_kwargs=QUIET, output_loading_info=True)
         is_reader = dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
         held = 4 * sum(local_tensor(parameter).numel() for parameter in model.parameters())  # files hold fp32

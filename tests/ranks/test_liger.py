@@ -18,10 +18,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_config, from_pretrained, save_pretrained
 from hf_fsdp_tools.extensions import liger
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import full, lora, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer
+from tests.api import sharding_of
 
 
 def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_pretrained, live_weights, save_pretrained
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.steps import make_wrap_plan
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan
 from hf_fsdp_tools.streaming import held
-from hf_fsdp_tools.streaming.live import LiveWeights
 from tests._checkpoints import (
     assert_same_tensors,
     full,
@@ -38,6 +32,7 @@ from tests._checkpoints import (
 )  # fmt: skip
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
+from tests.api import LiveWeights, all_ranks, note_of, plain_view, wrap_fsdp1
 from tests.ranks.test_load import last_even_dim
 
 MOE = {"experts_implementation": "batched_mm"}

@@ -19,13 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.loading.report import LoadReport
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools import CheckpointError, ConfigError, save_pretrained
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import (
     assert_same_model,
     full,
@@ -38,6 +33,7 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
+from tests.api import CheckpointIndex, LoadReport, all_ranks
 
 # ---- other placements, dtypes, and what is in no file ----
 

@@ -18,16 +18,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fsdp_tools import CheckpointError, save_pretrained
 from hf_fsdp_tools.distributed import storage
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import full_state, refusal, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
+from tests.api import all_ranks, load_weights_fsdp1, wrap_fsdp1
 
 
 @pytest.fixture

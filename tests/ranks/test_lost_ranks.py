@@ -18,13 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import ParallelDims, RanksError, live_weights
+from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.rounds import rounds_of
-from hf_fsdp_tools.pretrained import from_pretrained
-from hf_fsdp_tools.saving.save import save_pretrained
 from tests._dist import LIMIT_S, run_cases, run_ranks
+from tests.api import agreed, all_ranks
 
 EVEN = {"pad_to_multiple_of": 2}
 """The 131 words of the checkpoint, which two ranks cannot divide."""

@@ -276,7 +276,7 @@ def gradients_of_others_may_be_asked_for(folders: dict[str, Path]) -> None:
 
 
 def a_save_that_wrote_too_little_is_an_error(folders: dict[str, Path]) -> None:
-    from hf_fsdp_tools.saving.layout import Layout
+    from tests.api import Layout
 
     model, _ = both(folders["llama"])
     with patch.object(Layout, "num_bytes", property(lambda self: 1)):

@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, Muon, ParallelDims, WrapPolicy, from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.shards import cut
-from hf_fsdp_tools.extensions.muon.owners import matrices_in
-from hf_fsdp_tools.sharding.checks import check_kind
 from tests._checkpoints import randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
@@ -32,6 +29,7 @@ from tests._training import (
     make_rows,
     new_accelerator,
 )
+from tests.api import check_kind, cut, matrices_in
 
 STEPS = 2
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -35,20 +35,22 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.distributed.shards import local_tensor
-from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.loading.io.files import write_transfers
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
-from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, bits, full, make_quantized
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._rounding import assert_within
 from tests._training import ShardedTrainer, apart, arguments, by_hand, full_parameters, logged, new_accelerator, train
 from tests._transfers import read_transfers
+from tests.api import (
+    Transfer,
+    adopt,
+    allocate,
+    initialize_missing,
+    local_device,
+    local_tensor,
+    weights_4bit,
+    write_transfers,
+)
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))

@@ -23,11 +23,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_tensors, lora, stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
+from tests.api import note_of, sharding_of
 
 TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),

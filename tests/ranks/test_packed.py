@@ -29,10 +29,8 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.modeling import packed_weight
-from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
-from hf_fsdp_tools.modeling.packed_weight import PackedForm
+from hf_fsdp_tools.modeling.packed import packed_parts
 from tests._checkpoints import (
     ORDERED,
     QUANTIZED,
@@ -51,6 +49,7 @@ from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
 from tests._rounding import with_rounding
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, train
+from tests.api import PackedForm, local_tensor, packed_parameters
 
 KINDS = list(QUANTIZED)
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, masking_utils
 from hf_fsdp_tools import ParallelDims, from_config
 from hf_fsdp_tools.extensions import packed_rows
 from hf_fsdp_tools.extensions.packed_rows import Documents, attend
-from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import RELEASE, full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_near, with_rounding
+from tests.api import add_to_note
 
 LENGTHS = [[5, 1, 10], [16], [9, 7]]
 """Tokens of the documents in each row."""

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import FSDPPlugin, ParallelDims, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.mesh import axes_of
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, part_of
-from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
+from hf_fsdp_tools.distributed.shards import local_boxes_of, memory_view
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._training import make_rows, train
+from tests.api import clip_norm, local_tensor, part_of, patched, step_kinds_apart
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -209,7 +209,7 @@ def refused_before_anything_is_loaded(parent):
         (llama, {"distributed_config": {"tp_size": 2, "tp_plan": rule}}, "input_layernorm the style 'colwise', which"),
         (llama, {"distributed_config": {"tp_size": 0, "fsdp_size": 2}}, "tp_size is 0; it must be a whole number"),
     ):
-        with patch("hf_fsdp_tools.pretrained.load_weights", side_effect=AssertionError("it was loaded")):
+        with patched(load_weights=Mock(side_effect=AssertionError("it was loaded"))):
             message = refusal(lambda f=folder, o=options: from_pretrained(f, **o))
         assert said in message and "\n" not in message
     os.environ["LOCAL_WORLD_SIZE"] = "1"

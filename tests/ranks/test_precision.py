@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
-from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools import ParallelDims, from_pretrained
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import RELEASE, full, make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks

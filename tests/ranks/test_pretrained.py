@@ -13,20 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools import WrapPolicy, from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.distributed.rounds import Rounds
-from hf_fsdp_tools.loading import conversion, fill, index
-from hf_fsdp_tools.loading.quantized import four_bits, sources
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning import draft, make_plan
-from hf_fsdp_tools.sharding import shard
-from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained, make_accelerator
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub, use_hub
 from tests._rounding import assert_within
+from tests.api import ModuleTree, Rounds, all_ranks, owners_of, sharding_of
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 
@@ -81,6 +73,9 @@ def settings_reach_the_step_they_are_for(folders, dtype, root):
     assert_within(model(input_ids=ids).logits, lambda: plain(input_ids=ids).logits)
 
 
+COUNTED = ("find_blocks", "broken_rules", "persistent_tensors", "_headers", "weights_4bit")
+
+
 def _counted(folder: Path, **options: Any) -> Counter[str]:
     """How often one load meets the other ranks, walks the model, and asks about it."""
     counts: Counter[str] = Counter()
@@ -90,19 +85,12 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
         return patch.object(owner, name, lambda *a, **k: (counts.update([name]), own(*a, **k))[1])
 
     with ExitStack() as stack:
-        for owner, name in (
+        for owner, what in (
             (Rounds, "exchange"),
             (ModuleTree, "__init__"),
-            (draft, "find_blocks"),
-            (make_plan, "broken_rules"),
-            (shard, "broken_rules"),
-            (fill, "persistent_tensors"),
-            (sources, "persistent_tensors"),
-            (conversion, "persistent_tensors"),
-            (index, "_headers"),
-            (four_bits, "weights_4bit"),
+            *((owner, name) for name in COUNTED for owner in owners_of(name)),
         ):
-            stack.enter_context(counting(owner, name))
+            stack.enter_context(counting(owner, what))
         from_pretrained(folder, **options)
     return counts
 

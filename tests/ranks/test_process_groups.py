@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
-from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
-from hf_fsdp_tools.streaming.exchange import gather_to_first
+from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend
 from tests._dist import num_gpus, run_ranks
 from tests._training import batches_of, make_rows, train
+from tests.api import all_ranks, gather_to_first, local_device, timeout_of, wait_for_all_ranks
 
 SECONDS = timedelta(seconds=77)
 

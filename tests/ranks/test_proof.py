@@ -25,17 +25,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools import ParallelDims, pretrained
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.extensions import context_parallel as cp
 from hf_fsdp_tools.extensions import readers
 from hf_fsdp_tools.integrations import accelerator
 from hf_fsdp_tools.proof import compare
-from hf_fsdp_tools.proof.case import telling, tiny_case, with_adapter, with_kinds
-from hf_fsdp_tools.proof.plain import PRECISIONS, plain_figures
-from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
+from hf_fsdp_tools.proof.run import examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import replicated
 from tests._dist import run_cases, run_ranks
+from tests.api import (
+    PRECISIONS,
+    WORDS,
+    Proof,
+    local_tensor,
+    main,
+    plain_figures,
+    telling,
+    tiny_case,
+    with_adapter,
+    with_kinds,
+)
 
 AllToAllEP = pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers 5.21 has it"

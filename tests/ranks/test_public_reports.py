@@ -20,10 +20,10 @@ from trl import ScriptArguments, SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.scripting import load_splits
-from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._checkpoints import full, make_checkpoint, make_model, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+from tests.api import make_demo_model
 from tests.recipes._launch import ONCE, launch_series, write_lines
 
 pytestmark = pytest.mark.nightly

@@ -16,8 +16,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from hf_fsdp_tools import CheckpointError, ConfigError, FSDPToolsError, from_pretrained, save_pretrained
 from tests._checkpoints import full_state, lora, make_checkpoint, refusal
 from tests._dist import run_ranks
 from tests._hub import FakeHub, fake_hub, impatient

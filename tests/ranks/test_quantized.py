@@ -26,15 +26,13 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.loading.quantized import four_bits as packing
-from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
-from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import assert_same_tensors, full_state, randomize, refusal, small_llama, stored_tensors
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged
 from tests._training import train as run_steps
+from tests.api import all_ranks, beside_4bit, shard_added, weights_4bit
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 

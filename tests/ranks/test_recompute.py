@@ -14,10 +14,8 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, add_adapter, from_pretrained
-from hf_fsdp_tools.distributed import agreement
+from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, add_adapter, describe_sharding, from_pretrained
 from hf_fsdp_tools.sharding import recompute
-from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -34,6 +32,7 @@ from tests._training import (
     new_accelerator,
     train,
 )
+from tests.api import patched
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 32, 2, 2
 
@@ -175,7 +174,7 @@ def a_host_without_memory_is_one_error_on_every_rank(folder: Path, out: Path) ->
     """Where one of them alone sees too little; before a block has run."""
     model = load(folder, {"offload": True})
     needed = 2 * LAYERS * ROWS * 16 * WIDTH * 4
-    with patch.object(agreement, "available_bytes", lambda: needed if dist.get_rank() else 10 * needed):
+    with patched(available_bytes=lambda: needed if dist.get_rank() else 10 * needed):
         runs = runs_of_blocks(model)
         with torch.no_grad():
             model(**rows_of_rank(0))

@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.sharding.replicated import WholeGradient
 from tests._checkpoints import full
 from tests._dist import named, num_gpus, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import apart, batches_of, full_gradients, full_parameters, make_rows
+from tests.api import WholeGradient, local_device
 
 WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 CLIP = 0.5

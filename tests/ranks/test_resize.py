@@ -14,19 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools import ConfigError, from_pretrained, resize_token_embeddings, save_pretrained
-from hf_fsdp_tools.distributed.rounds import Rounds
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.extensions.fsdp1 import load_weights_fsdp1, wrap_fsdp1
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import WrapPolicy
-from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools import (
+    CheckpointError,
+    ConfigError,
+    WrapPolicy,
+    from_pretrained,
+    resize_token_embeddings,
+    save_pretrained,
+)
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import train
+from tests.api import Rounds, load_weights_fsdp1, sharding_of, wrap_fsdp1
 
 KINDS = ("llama", "tied", "bert", "t5")
 SIZES = (140, 132, 77)

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from hf_fsdp_tools import CheckpointError, ConfigError, FSDPPlugin, from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.integrations.resume import using_format
 from tests._checkpoints import no_space
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows, new_accelerator
+from tests.api import local_device, using_format
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5

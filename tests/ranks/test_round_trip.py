@@ -12,10 +12,9 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools.proof.case import build
-from hf_fsdp_tools.proof.shrink import shrink
 from tests._dist import run_alone, run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored, resave, write_as_found
+from tests.api import build_case, shrink
 from tests.census.defaults import build_config
 
 KINDS = {
@@ -33,7 +32,7 @@ KINDS = {
 def save_by_transformers(name: str, folder: Path, only: dict[str, str]) -> dict[str, Path]:
     """A tiny model of that class, in the forms in which it is found, and what transformers saves of each again."""
     model_type, _ = KINDS[name]
-    model: PreTrainedModel = build(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
+    model: PreTrainedModel = build_case(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
     found = write_as_found(model, folder / "found" / name)
     found = {form: path for form, path in found.items() if form == only.get(name, form)}
     for form, path in found.items():

@@ -21,21 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.rounds import Rounds
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.extensions.fsdp1 import wrap_fsdp1
-from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.loading.report import LoadReport
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools import CheckpointError, save_pretrained, wait_for_saves
 from hf_fsdp_tools.saving import hidden_folder, save
-from hf_fsdp_tools.saving.publish import SaveReport
-from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.streaming import held
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import (
     KINDS,
     assert_same_model,
@@ -51,6 +39,17 @@ from tests._checkpoints import (
 )
 from tests._dist import run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored
+from tests.api import (
+    CheckpointIndex,
+    LoadReport,
+    Rounds,
+    SaveReport,
+    TransferStats,
+    patched,
+    plain_view,
+    wrap_fsdp1,
+    write_transfers,
+)
 from tests.ranks.test_load import last_even_dim
 
 
@@ -95,7 +94,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = loaded("mixtral", folders["mixtral"], mesh=mesh)
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patch.object(held, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+    with patched(_MIN_PART_BYTES=64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
         save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
         later = wait_for_saves()

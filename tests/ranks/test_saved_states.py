@@ -19,18 +19,21 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from hf_fsdp_tools import CheckpointError, TrainerSettings, from_pretrained, make_accelerator, wait_for_saves
-from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
-from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools import (
+    CheckpointError,
+    RanksError,
+    TrainerSettings,
+    from_pretrained,
+    make_accelerator,
+    wait_for_saves,
+)
 from hf_fsdp_tools.integrations import accelerator_state
-from hf_fsdp_tools.integrations.resume import AVERAGES, problem_of
 from hf_fsdp_tools.integrations.streams import LOADERS
-from hf_fsdp_tools.saving import hidden_folder
-from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space
 from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.api import AVERAGES, MANIFEST, all_ranks, owners_of, patched, problem_of, wait_for_all_ranks
 from tests.ranks.test_interrupted_saves import hearing
 
 # ---- at each moment of a save ----
@@ -190,7 +193,7 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
 
 
 FULL = {"os.pwritev": 1, "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data": 1}
-FULL |= {"hf_fsdp_tools.saving.manifest.write_durably": 0}
+FULL |= {f"{owner.__name__}.write_durably": 0 for owner in owners_of("write_durably")}
 """What writes weights, the optimizer, the manifest; and the rank on which it finds no space."""
 
 
@@ -238,7 +241,7 @@ def a_folder_of_each_rank(source: Path, out: Path) -> None:
     own = out / f"{dist.get_rank()}"
     trainer = _trainer(source, own)
     with (
-        patch.object(hidden_folder, "_APPEARS_S", 0.5),
+        patched(_APPEARS_S=0.5),
         pytest.raises(CheckpointError, match="that all ranks share") as said,
     ):
         trainer.train()

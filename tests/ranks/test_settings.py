@@ -18,13 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, FSDPPlugin, from_pretrained, make_accelerator
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
-from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units
+from tests.api import ShardedAccelerator, sharding_of, start_state
 from tests.unit.test_config_file import OLD
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)

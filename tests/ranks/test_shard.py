@@ -18,22 +18,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from hf_fsdp_tools import diagnose, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, MeshError, WrapPlanError
-from hf_fsdp_tools.loading import bands, fill
-from hf_fsdp_tools.modeling.module_tree import replaced
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import WrapPolicy
+from hf_fsdp_tools import (
+    CheckpointError,
+    ConfigError,
+    ParallelDims,
+    WrapPolicy,
+    describe_sharding,
+    diagnose,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+)
+from hf_fsdp_tools.errors import MeshError, WrapPlanError
 from hf_fsdp_tools.sharding import placement
-from hf_fsdp_tools.sharding.describe import describe_sharding
-from hf_fsdp_tools.sharding.shard import shard_model
-from hf_fsdp_tools.sharding.sharding import sharding_of
-from hf_fsdp_tools.steps import load_weights
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import train
+from tests.api import all_ranks, patched, read_into, sharding_of
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe")
 
@@ -314,12 +316,12 @@ def load_train_and_save(folder, to, replicas):
 def neighbours_read_half_each(model: nn.Module, folder) -> None:
     """Of 6 experts, two ranks read 3 each with the rows of both; what one of them cannot read stops all."""
     together = load_weights(model, folder)
-    with replaced(bands, LEAST_RUN=0):
+    with patched(LEAST_RUN=0):
         alone = load_weights(model, folder)
     is_reader = dist.get_rank() < model.model.norm.weight.device_mesh.shape[-1]  # of the first replica
     assert together.share_bytes == alone.share_bytes and (together.bytes_read < alone.bytes_read) == is_reader
     failing = Mock(side_effect=CheckpointError("a bad disk"))
-    with replaced(fill, read_into=failing if dist.get_rank() == 1 else fill.read_into):
+    with patched(read_into=failing if dist.get_rank() == 1 else read_into):
         message = refusal(lambda: load_weights(model, folder, staging_bytes=2**20))
     assert "a bad disk" in message and len(set(all_ranks(message))) == 1
 

@@ -14,19 +14,13 @@ import transformers as hf
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
-from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.distributed import rounds
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import RanksError
-from hf_fsdp_tools.proof.batches import candidates, random_batch
-from hf_fsdp_tools.proof.case import build
-from hf_fsdp_tools.proof.shrink import shrink
+from hf_fsdp_tools import RanksError, from_pretrained
 from hf_fsdp_tools.sharding import shard, skipped
-from hf_fsdp_tools.sharding.sharding import Sharding
 from hf_fsdp_tools.steps import make_wrap_plan
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
+from tests.api import Rounds, Sharding, all_ranks, build_case, candidates, random_batch, shrink
 
 KINDS = {
     "llava": hf.LlavaForConditionalGeneration,
@@ -50,7 +44,7 @@ def logged() -> Iterator[Log]:
     log: Log = []
     with ExitStack() as stack:
         of_fsdp2 = (("foreach_all_gather", fsdp2), ("foreach_reduce", fsdp2))
-        for name, owner in (*of_fsdp2, ("all_reduced", skipped), ("exchange", rounds.Rounds)):
+        for name, owner in (*of_fsdp2, ("all_reduced", skipped), ("exchange", Rounds)):
             stack.enter_context(calls_of(owner, name, partial(_noted, log, name)))
         yield log
 
@@ -118,7 +112,7 @@ def cases_of(kinds: Iterable[str], root: Path) -> dict[str, Any]:
         if kind == "mllama":  # layers between others read the images, and are left out without
             config.vision_config.vision_output_dim = 5 * config.vision_config.hidden_size
             config.text_config.cross_attention_layers = [1, 3]
-        model = build(kind_class, config)
+        model = build_case(kind_class, config)
         model.save_pretrained(folder)
         first, second = (with_media(kind, model, seed) for seed in range(2))
         plain = text_only(first, 1)
@@ -262,7 +256,7 @@ def layered(tmp_path_factory) -> dict[str, Any]:
     made = {}
     for name, (config, prepare) in LAYERS.items():
         kind = hf.LlamaForCausalLM if config.model_type == "llama" else hf.BartForConditionalGeneration
-        model = build(kind, shrink(config, "tiny")).train()
+        model = build_case(kind, shrink(config, "tiny")).train()
         folder = tmp_path_factory.mktemp("layers")
         model.save_pretrained(folder)
         ids = torch.randint(5, 20, (4, 1, 8), generator=torch.Generator().manual_seed(0))

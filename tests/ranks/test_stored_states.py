@@ -14,15 +14,13 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import from_pretrained, stores, wait_for_saves
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import assert_same_tensors, refusal, small_llama
 from tests._dist import run_ranks
 from tests._store import Server, kill_self, on_ranks, s3_server, use
 from tests._training import batches_of, full_states, make_rows, new_accelerator, train
+from tests.api import MANIFEST, UNFINISHED, all_ranks
 from tests.ranks.test_whole import state_of_8_bits
 
 for _package in ("s3fs", "moto"):

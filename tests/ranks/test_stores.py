@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import from_pretrained, save_pretrained, stores, wait_for_saves
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.extensions.stores import in_store
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.steps import load_weights
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained, stores, wait_for_saves
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import (
     add_heads,
     assert_same_model,
@@ -34,6 +30,7 @@ from tests._checkpoints import (
 )
 from tests._dist import named, run_ranks
 from tests._store import Server, kill_self, on_ranks, s3_server, use
+from tests.api import all_ranks, owners_of
 from tests.ranks.test_save import Doubled, with_conversion
 
 for _package in ("s3fs", "moto"):
@@ -320,7 +317,7 @@ def kill_in_a_save(url: str, folders: dict[str, Path], which: int, at: str) -> N
             left[0] -= 1
             kill_self() if left[0] == 0 or at == "_put" else write(self, *args)
 
-        home = stores.Upload if at != "_put" else in_store
+        home = stores.Upload if at != "_put" else owners_of("_put")[0]
         write = getattr(home, at)
         patch.object(home, at, killed).start()
     save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=2**14)

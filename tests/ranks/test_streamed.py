@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import ConfigError, TrainerSettings, add_adapter, clip_grad_norm_, from_config
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.extensions import streamed
 from hf_fsdp_tools.extensions.streamed import steps_in_backward
-from hf_fsdp_tools.modeling.module_tree import replaced
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged
+from tests.api import local_tensor, replaced
 
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 131}

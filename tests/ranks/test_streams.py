@@ -19,10 +19,10 @@ from torch.utils.data import IterableDataset as TorchStream
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
-from hf_fsdp_tools.scripting.data import share_of_stream
 from tests._checkpoints import refusal
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, new_accelerator
+from tests.api import share_of_stream
 
 pytest.importorskip("torchdata", reason="torchdata is not installed (pip install torchdata)")
 

@@ -24,9 +24,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, WrapPolicy, from_pretrained
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_near, with_rounding
@@ -44,6 +41,7 @@ from tests._training import (
     new_accelerator,
     train,
 )
+from tests.api import adopt, local_device, patched, sharding_of
 
 STEPS, ROWS = 3, 2  # optimizer steps, and rows of one micro-batch
 CLIP = 0.5
@@ -315,7 +313,7 @@ def _accumulated(reshard: bool, is_kept: bool, folder: Path, out: Path) -> tuple
             losses.append(loss.item())
         return losses
 
-    with nullcontext() if is_kept else mock.patch("hf_fsdp_tools.integrations.accelerator.keep_after_backward"):
+    with nullcontext() if is_kept else patched(keep_after_backward=Mock()):
         count, losses = _gathers_of_a_step(model, steps)
     return count, (losses, full_parameters(model))
 

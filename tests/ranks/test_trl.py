@@ -19,13 +19,11 @@ from transformers import (
 )
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_near, with_rounding
 from tests._training import arguments, logged, num_units
+from tests.api import all_ranks, local_device, sharding_of
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")

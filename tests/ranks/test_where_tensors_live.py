@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,16 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.distributed import shards
-from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
-from hf_fsdp_tools.integrations.model import hand_over
-from hf_fsdp_tools.loading import load
-from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.sharding import fsdp2_internals
-from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
+from hf_fsdp_tools.distributed.shards import fill_from_first
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, plain_model
 from tests._dist import run_ranks
+from tests.api import allocate, as_dtensor, cut, hand_over, initialize_missing, local_tensor, part_of, patched
 
 
 @contextmanager
@@ -137,7 +132,7 @@ def pinned_once(folder: Path) -> None:
         return torch.zeros(*shape, dtype=tensor.dtype, device="meta")
 
     with (
-        patch.object(fsdp2_internals, "pinned_empty", pinned_empty),
+        patched(pinned_empty=pinned_empty),
         patch.object(torch.Tensor, "is_pinned", is_pinned),
         patch.object(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a shard is copied into pinned memory")),
         patch.object(torch.Tensor, "new_zeros", new_zeros),
@@ -148,7 +143,7 @@ def pinned_once(folder: Path) -> None:
             fully_shard(layer, offload_policy=policy)
         fully_shard(model, offload_policy=policy)
         with (
-            patch.object(load, "initialize_missing", side_effect=CheckpointError("it fails after reading")),
+            patched(initialize_missing=Mock(side_effect=CheckpointError("it fails after reading"))),
             pytest.raises(CheckpointError, match="it fails after reading"),
         ):
             load_weights(model, folder, progress=False)

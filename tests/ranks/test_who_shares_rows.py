@@ -21,12 +21,11 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import MeshError
-from hf_fsdp_tools.integrations.resume import AVERAGES
 from tests._checkpoints import full, refusal
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+from tests.api import AVERAGES, agreed, all_ranks
 from tests.ranks.test_parallel import folder_of
 
 TP = ParallelDims(tp_size=2)

@@ -15,12 +15,11 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from transformers.optimization import Adafactor
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import lora, make_checkpoint, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows
+from tests.api import all_ranks, local_tensor
 
 IDS = torch.randint(3, 131, (5, 2, 12), generator=torch.Generator().manual_seed(0))
 """The rows of each step, the same on every rank: the average of equal gradients is the gradient."""

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests._training import arguments, logged
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
 
 pytest.importorskip("trl")

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from hf_fsdp_tools import ConfigError, scripting
-from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._dist import LIMIT_S
 from tests._hub import fake_hub
+from tests.api import make_demo_model
 from tests.recipes import _launch
 from tests.recipes._launch import ROOT, Series, launch_series, two_runs, write_lines, write_split
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from tests._checkpoints import tiny_config
+from tests.api import train_demo_tokenizer
 from tests.recipes._launch import CONFIG, launch_series, write_split
 
 pytest.importorskip("trl")

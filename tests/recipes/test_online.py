@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import Series, launch_series, refused_runs, two_runs, write_split
 
 pytest.importorskip("trl")

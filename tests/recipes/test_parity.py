@@ -13,8 +13,8 @@ import torch.distributed as dist
 import transformers as hf
 from datasets import load_dataset
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from hf_fsdp_tools.testing import forget_accelerate
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import ROOT, write_lines
 
 trl = pytest.importorskip("trl")

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from peft import AutoPeftModelForSequenceClassification
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
 
 pytest.importorskip("trl")

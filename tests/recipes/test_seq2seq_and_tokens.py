@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from peft import AutoPeftModelForSeq2SeqLM, AutoPeftModelForTokenClassification
 
-from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, ROOT, Series, launch_series, refused_runs, write_lines, write_split
 
 pytest.importorskip("trl")

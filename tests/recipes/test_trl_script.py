@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._documents import blocks
+from tests.api import make_demo_model
 from tests.recipes._launch import launch_series, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")

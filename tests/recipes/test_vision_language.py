@@ -11,7 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_model
+from hf_fsdp_tools.scripting.demo import image_features
+from tests.api import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series
 
 pytest.importorskip("trl")

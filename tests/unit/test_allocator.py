@@ -3,7 +3,7 @@
 import pytest
 
 from hf_fsdp_tools.foresight.allocator import CachingAllocator, replay
-from hf_fsdp_tools.foresight.events import Alloc, Free
+from tests.api import Alloc, Free
 
 MIB = 2**20
 

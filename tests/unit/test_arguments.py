@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.modeling.arguments import sort_arguments
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_checkpoint
+from tests.api import sharding_of
 
 IDLE = {
     "from_tf": False, "low_cpu_mem_usage": True, "device_map": None, "use_safetensors": True, "revision": "main",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import BlockDetectionError
-from hf_fsdp_tools.planning.blocks import detect_blocks
+from hf_fsdp_tools.steps import detect_blocks
 
 
 class Block(nn.Module):

@@ -10,15 +10,11 @@ import transformers as hf
 from transformers import initialization
 
 from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
-from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling import packed_weight
-from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
+from hf_fsdp_tools.modeling.packed_weight import PackedPart
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import QUANTIZED, make_quantized
+from tests.api import CheckpointIndex, PackedForm, add_to_note, keep_by_config, keep_stored, packed_parameters
 
 KINDS = [kind for kind in QUANTIZED if kind not in ("fp8 experts", "compressed int4", "gptq experts", "awq experts")]
 

@@ -9,21 +9,21 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from importlib.metadata import requires
 
 import pytest
 import torch
 import transformers
 import yaml
 
-from hf_fsdp_tools import LaunchConfig
+from hf_fsdp_tools import LaunchConfig, TrainingSetup
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli import main as main_module
-from hf_fsdp_tools.cli.main import _parser, main
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.hardware import GPUS
+from hf_fsdp_tools.cli.main import _parser
 from hf_fsdp_tools.steps import WrapPlan
 from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
+from tests.api import GPUS, main
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +369,7 @@ def test_sigint_to_the_command_alone_ends_what_it_has_started():
         signal.signal(signal.SIGINT, before)
 
 
-def test_the_doctor_of_this_machine_a_model_and_a_config(capsys, llama, tmp_path, on_cpu, monkeypatch):
+def test_the_doctor_of_this_machine_a_model_and_a_config(capsys, llama, tmp_path, on_cpu, patch_inner):
     code, out, err = run(capsys, "doctor", llama, "--num-processes", "3")
     assert (code, err) == (0, "")
     assert "model.layers.{0..1}  LlamaDecoderLayer  2 × " in out and "no findings" in out
@@ -392,9 +392,8 @@ def test_the_doctor_of_this_machine_a_model_and_a_config(capsys, llama, tmp_path
     assert (code, err) == (0, "")
     assert f"torch            {torch.__version__.split('+')[0]}" in out and "gloo" in out
     assert json.loads(run(capsys, "doctor", "--json")[1])["versions"]["transformers"] == transformers.__version__
-    from hf_fsdp_tools.diagnostics.environment import _bounds
-
-    monkeypatch.setattr("hf_fsdp_tools.diagnostics.environment._bounds", lambda: _bounds() | {"torch": ("99.0", True)})
+    declared = ["torch>=99.0", *(each for each in requires("hf_fsdp_tools") if not each.startswith("torch"))]
+    patch_inner(requires=lambda name: declared)
     code, out, err = run(capsys, "doctor")
     assert (code, err) == (1, "")
     assert "error: version-too-old" in out and 'pip install "torch>=99.0"' in out

@@ -8,16 +8,10 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from hf_fsdp_tools import accelerator
-from hf_fsdp_tools.cli import options
-from hf_fsdp_tools.foresight.forecast import step_of
-from hf_fsdp_tools.foresight.memory import MARGIN, estimate_memory
-from hf_fsdp_tools.foresight.recommend import SEARCHED, recommend_config
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import throughput_of
-from hf_fsdp_tools.integrations.config import LaunchConfig
-from hf_fsdp_tools.text import show_bytes
+from hf_fsdp_tools import LaunchConfig, TrainingSetup, estimate_memory, recommend_config
+from hf_fsdp_tools.foresight.recommend import SEARCHED
 from tests._dist import imitate_gpus
+from tests.api import MARGIN, show_bytes, step_of, throughput_of
 from tests.unit.test_cli import run
 
 
@@ -176,14 +170,14 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
     assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
 
 
-def test_config_writes_what_is_recommended(capsys, llama, tmp_path, monkeypatch):
+def test_config_writes_what_is_recommended(capsys, llama, tmp_path, patch_inner):
     calls = []
 
     def noted(*words, **given):
         calls.append((given, recommend_config(*words, **given)))
         return calls[-1][1]
 
-    monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", noted)
+    patch_inner(recommend_config=noted)
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
     words += f" --no-reshard-after-forward --activation-checkpointing --optimizer adamw {ONE_COPY}"
@@ -260,21 +254,21 @@ def test_a_job_elsewhere_carries_the_options_of_its_recipe(capsys, llama, tmp_pa
     assert f"{llama} lies on this machine: bring it to the job" in out
 
 
-def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
+def test_config_looks_at_this_machine(capsys, llama, monkeypatch, patch_inner):
     imitate_gpus(monkeypatch, 4)
-    monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
+    patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3")
     words = ["--per-device-train-batch-size", "1", "--activation-checkpointing", "--no-reshard-after-forward", "--json"]
     words += ["--no-offload-params", *ONE_COPY.split()]
     value = json.loads(run(capsys, "config", llama, *words)[1])
     setup = value["recommendation"]["setup"]
     assert (setup["gpu"], setup["num_processes"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
-    monkeypatch.setattr(accelerator, "device_title", lambda device: "Abacus 3000")
+    patch_inner(device_title=lambda device: "Abacus 3000")
     code, _, err = run(capsys, "config", llama)
     assert code == 1 and "'Abacus 3000' is not in the table" in err
 
 
-def test_a_line_of_progress_on_a_terminal_and_now_and_then_elsewhere(capsys, llama, monkeypatch):
-    monkeypatch.setattr(options, "FIRST_S", 0.0)
+def test_a_line_of_progress_on_a_terminal_and_now_and_then_elsewhere(capsys, llama, monkeypatch, patch_inner):
+    patch_inner(FIRST_S=0.0)
     err = run(capsys, "estimate", llama, *ON_EIGHT, "--max-length", "1024")[2]
     assert re.fullmatch(r"hf-fsdp: (estimating|a step of .* without memory, hybrid \.\.\.)\n", err), "then a pause"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

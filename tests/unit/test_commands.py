@@ -16,14 +16,12 @@ pytest.importorskip("trl")
 
 from hf_fsdp_tools import ConfigError, LaunchConfig, estimate_memory
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.launch import commands_of, named_config, recipes
-from hf_fsdp_tools.cli.main import _parser, main
-from hf_fsdp_tools.foresight.memory import MARGIN
-from hf_fsdp_tools.integrations.accelerate_launch import split_words
-from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
+from hf_fsdp_tools.cli.launch import commands_of
+from hf_fsdp_tools.cli.main import _parser
 from tests._checkpoints import RELEASE
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
+from tests.api import MARGIN, RECIPES, main, named_config, recipes, setup_of, split_words
 from tests.unit.test_setups import machine_of, parsed, told
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

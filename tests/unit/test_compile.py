@@ -11,11 +11,10 @@ from transformers import AutoConfig, DynamicCache
 
 from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
-from hf_fsdp_tools.sharding.hooks import cast_inputs, hooks_of_casts
-from hf_fsdp_tools.sharding.phases import install
-from hf_fsdp_tools.sharding.recompute import Recompute
+from hf_fsdp_tools.sharding.hooks import cast_inputs
 from hf_fsdp_tools.steps import make_wrap_plan
 from tests._noted import Operators
+from tests.api import Recompute, hooks_of_casts, install
 from tests.unit.test_blocks import Block, Model
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import OWN_KEYS, YAML_KEYS, LaunchConfig
+from hf_fsdp_tools import ConfigError, LaunchConfig
 from tests._dist import LIMIT_S, imitate_gpus
+from tests.api import OWN_KEYS, YAML_KEYS
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (REPOSITORY / "accelerate_configs").glob("*.yaml") if path.stem != "here")

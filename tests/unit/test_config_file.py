@@ -11,9 +11,8 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 
 from hf_fsdp_tools import ConfigError, LaunchConfig
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.diagnostics.findings import Finding
 from tests._dist import imitate_gpus
+from tests.api import Finding, main
 from tests.unit.test_cli import says
 from tests.unit.test_config import CONFIGS, SHIPPED
 

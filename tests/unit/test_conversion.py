@@ -19,12 +19,11 @@ from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools import CheckpointError, save_pretrained
-from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, persistent_tensors
+from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint, make_model, randomize, stored_tensors, tiny_config
+from tests.api import CheckpointIndex, PieceTensor, map_loading, persistent_tensors
 from tests.ranks.test_save import Doubled
 
 # fmt: off

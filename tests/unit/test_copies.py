@@ -7,14 +7,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from hf_fsdp_tools import accelerator
-from hf_fsdp_tools.accelerator import available_bytes
-from hf_fsdp_tools.distributed.mesh import pinned_bytes
-from hf_fsdp_tools.loading.io.files import write_in_turn
-from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import copied_transfers, host_copies
 from tests._late import LateSideStream, Machine
+from tests.api import Transfer, available_bytes, pinned_bytes, write_in_turn
 
 MIB = 2**20
 
@@ -106,5 +102,5 @@ def test_what_is_available_is_the_least_of_machine_and_container(tmp_path: Path,
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    with patch.object(accelerator.psutil, "virtual_memory", lambda: Mock(available=1000 * 1024)):
+    with patch("psutil.virtual_memory", lambda: Mock(available=1000 * 1024)):
         assert available_bytes(tmp_path) == expected

@@ -18,19 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, storage_errors
-from hf_fsdp_tools.integrations import resume
-from hf_fsdp_tools.integrations.config import LaunchConfig
-from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.loading.quantized import by_config
+from hf_fsdp_tools import CheckpointError, ConfigError, FSDPToolsError, LaunchConfig, load_adapter
+from hf_fsdp_tools.errors import storage_errors
 from hf_fsdp_tools.modeling import patterns
-from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.patterns import matched
-from hf_fsdp_tools.pretrained import open_checkpoint
-from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
-from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
+from tests.api import MANIFEST, METADATA, _matches, _problem_of_state, open_checkpoint, read_manifest, refuse_damage
 
 Damage = Callable[[Path], object]
 
@@ -212,7 +207,7 @@ def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) 
     assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
     said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
     with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=said) as caught:
-        by_config._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
+        _matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
 
 
@@ -238,7 +233,7 @@ def without_end(folder: Path) -> Path:
 
 def problem(file: Path) -> None:
     args = TrainingArguments(output_dir=str(file.parent), report_to="none", use_cpu=True)
-    if found := resume._problem_of_state(file.parent, args):
+    if found := _problem_of_state(file.parent, args):
         raise CheckpointError(f"{file.parent} {found}")
 
 
@@ -263,7 +258,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
     ),
     "a scheduler of another kind": (
         lambda folder: torch.save([1], folder / "scheduler.bin") or folder,
-        resume.refuse_damage,
+        refuse_damage,
         r"scheduler\.bin: holds a list, expected a dict",
     ),
     "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), LaunchConfig.check_file, "is 1,250,000 bytes long"),

@@ -10,14 +10,11 @@ from transformers import CONFIG_MAPPING, MambaConfig, MambaForCausalLM, Qwen3_5T
 from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Work
-from hf_fsdp_tools.foresight.forecast import build, step_of
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.tracing import recorder
 from hf_fsdp_tools.foresight.tracing.delta_rule import CHUNK, as_kernels, delta_rule_flops
-from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from tests._checkpoints import RELEASE
+from tests.api import Work, build, step_of, trace_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES |= {

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model
+from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.scripting.demo import demo_passages
 from tests._dist import fake_ranks
+from tests.api import demo_rows, make_demo_model
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "vocab_size": 400}
 

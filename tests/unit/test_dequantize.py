@@ -22,18 +22,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained
-from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.fill import read_into
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io.files import Reader
 from hf_fsdp_tools.loading.quantized import dequantize, keep
 from hf_fsdp_tools.loading.quantized.dequantize import RULES
 from hf_fsdp_tools.loading.quantized.recognize import with_floats
-from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 from tests._transfers import Windows
+from tests.api import Box, CheckpointIndex, PieceTensor, Reader
 
 Tensors = dict[str, torch.Tensor]
 
@@ -255,7 +251,7 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_packed_bytes_become_the_same_floats_in_bounded_memory(tmp_path, monkeypatch, name):
+def test_packed_bytes_become_the_same_floats_in_bounded_memory(tmp_path, patch_inner, name):
     """Above the weight, 16 bytes of each value that is dequantised at a time; of rows, and of whole matrices."""
     tensors, config, rule = STORED[name]
     (stored,) = opened(tmp_path, tensors, config).tensors.values()
@@ -265,7 +261,7 @@ def test_packed_bytes_become_the_same_floats_in_bounded_memory(tmp_path, monkeyp
         form = replace(stored.form, dtype=dtype)
         expected = rule(*tensors.values(), dtype)
         for many in (100, 1600, 2**20):
-            monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", many)
+            patch_inner(VALUES_AT_A_TIME=many)
             with Alive(values, *scales) as alive:
                 floats = form.floats(values, scales, dtype)
             assert floats.is_contiguous() and torch.equal(floats, expected), (dtype, many)

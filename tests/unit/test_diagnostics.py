@@ -15,20 +15,15 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, diagnose, estimate_memory
 from hf_fsdp_tools.diagnostics import environment
-from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
-from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
-from hf_fsdp_tools.diagnostics.findings import Finding
-from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.distributed.shards import local_tensor
-from hf_fsdp_tools.errors import BlockDetectionError, ConfigError
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.policy import WrapPolicy
-from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis
+from hf_fsdp_tools.diagnostics.environment import rehearse
+from hf_fsdp_tools.errors import BlockDetectionError
+from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
 from tests._checkpoints import KINDS, make_model
 from tests._dist import fake_ranks
+from tests.api import Finding, check_environment, local_tensor
 
 ROOT = Path(__file__).parents[2]
 

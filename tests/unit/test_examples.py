@@ -40,7 +40,7 @@ def where(tmp_path_factory):
 @pytest.fixture(scope="module")
 def beside_a_script(tmp_path_factory):
     """The folder of an own script: besides, rows of text; the checkpoint has a tokenizer."""
-    from hf_fsdp_tools.scripting.demo import make_demo_model
+    from tests.api import make_demo_model
 
     folder = tmp_path_factory.mktemp("script")
     sizes = {"hidden_size": 16, "num_layers": 1, "vocab_size": 400}

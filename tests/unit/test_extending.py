@@ -10,15 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.planning.rules import check_wrap_plan
-from hf_fsdp_tools.sharding.phases import Phase
-from hf_fsdp_tools.sharding.shard import features
+from hf_fsdp_tools import CheckpointError
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import fake_ranks, run_ranks
 from tests._documents import ROOT, TEXTS, blocks
 from tests._training import train
+from tests.api import Phase, check_wrap_plan, features, note_of
 
 TEXT = TEXTS["docs/extending.md"]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))

@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.io import durable, files
-from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, Reader, write_transfers
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.regions import row_major_strides
-from hf_fsdp_tools.loading.report import MemoryWatch, _resident
+from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES
+from hf_fsdp_tools.loading.report import _resident
 from tests._transfers import read_transfers
+from tests.api import MemoryWatch, Reader, Transfer, row_major_strides, write_transfers
 
 MIB = 2**20
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
 from hf_fsdp_tools import WrapPolicy
-from hf_fsdp_tools.extensions.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import FlatShare
 from hf_fsdp_tools.steps import WrapPlanError, make_wrap_plan
 from tests._checkpoints import make_model
+from tests.api import hybrid_auto_wrap_policy
 from tests.unit.test_blocks import Model
 from tests.unit.test_wrap import RunningBlock
 

@@ -12,12 +12,10 @@ from safetensors.torch import save_file
 from transformers import T5EncoderModel
 
 from hf_fsdp_tools import save_pretrained
-from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.loading.heads import Heads
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import add_heads, make_checkpoint, make_model, stored_tensors, tiny_config
+from tests.api import CheckpointIndex, add_to_note, main, note_of
 
 LAYER = "self_attn.q_a_proj.weight"
 FOUND = {

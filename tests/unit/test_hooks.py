@@ -11,10 +11,9 @@ from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin
-from hf_fsdp_tools.diagnostics import environment
 from hf_fsdp_tools.integrations import hooks
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, ShardedScaler
 from hf_fsdp_tools.integrations.hooks import check_hooks, overridden
+from tests.api import _NEWEST, ShardedAccelerator, ShardedScaler
 
 EXTENDED = ((FSDPTrainerMixin, Trainer), (ShardedAccelerator, Accelerator), (ShardedScaler, torch.amp.GradScaler))
 HOOKS = [(own, base, name) for own, base in EXTENDED for name in overridden(own)]
@@ -71,7 +70,7 @@ def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monke
             pass
 
     hooks._warn_of_untried_versions.cache_clear()
-    monkeypatch.setitem(environment._NEWEST, "transformers", "5.2")
+    monkeypatch.setitem(_NEWEST, "transformers", "5.2")
     with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.\d+ to 5\.2") as seen:
         for _ in range(2):
             check_hooks(ShardedScaler, torch.amp.GradScaler)

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, load_adapter
 from hf_fsdp_tools.hub import local_path
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint
+from tests.api import CheckpointIndex
 
 
 @pytest.fixture

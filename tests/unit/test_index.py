@@ -14,17 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import save
 
-from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
 from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading import opening
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES, parse_header
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.loading.opening import open_checkpoint
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
 from tests._checkpoints import make_checkpoint, stored_tensors
+from tests.api import CheckpointIndex
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
 

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, from_pretrained, save_pretrained
-from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.saving import export
-from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import quantize
 from tests._checkpoints import Tensors, dequantized_by_transformers, make_quantized, stored_tensors
+from tests.api import SaveReport, main
 
 Made = Callable[[str], tuple[Path, Path]]
 

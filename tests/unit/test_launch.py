@@ -12,11 +12,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import mesh
 from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, loopback_advice, rank_on_node
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
+from tests.api import check_environment
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

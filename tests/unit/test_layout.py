@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_tools import ParallelDims, save_pretrained
-from hf_fsdp_tools.errors import ConfigError, RanksError
+from hf_fsdp_tools import ConfigError, ParallelDims, RanksError, save_pretrained
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model

@@ -6,13 +6,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_fsdp_tools import ConfigError, Muon
-from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.extensions.muon.matrices import find_matrices, newton_schulz_flops, sizes_of_matrices
-from hf_fsdp_tools.extensions.muon.owners import assign_owners, matrices_in
-from hf_fsdp_tools.loading.regions import Piece, View
 from hf_fsdp_tools.steps import build_meta_model
-from hf_fsdp_tools.streaming.routes import Holders
 from tests._checkpoints import make_model, tiny_config
+from tests.api import Box, Holders, Piece, View, assign_owners, matrices_in
 
 KINDS = (
     "llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "bert", "t5", "whisper", "vit", "swin", "clip", "mamba",

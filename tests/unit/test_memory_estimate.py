@@ -10,13 +10,12 @@ import pytest
 from torch import nn
 from transformers import BertConfig, LlamaConfig
 
-from hf_fsdp_tools import estimate_memory
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools import ConfigError, estimate_memory
 from hf_fsdp_tools.foresight import forecast, memory
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import tiny_config
+from tests.api import gpu_named
 
 GPU = gpu_named("a100-80gb")
 

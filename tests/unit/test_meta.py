@@ -9,11 +9,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_fsdp_tools import CheckpointError, ConfigError
-from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
-from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_checkpoint, tiny_config
+from tests.api import allocate, initialize_missing
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
 

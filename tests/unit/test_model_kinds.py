@@ -14,11 +14,10 @@ from peft import LoraConfig
 from trl import SFTConfig
 from trl.data_utils import prepare_multimodal_messages
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish
-from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_prompt_turns
-from hf_fsdp_tools.sharding.adapters import with_modules_to_save
+from tests.api import train_demo_tokenizer, with_modules_to_save
 
 SIZES = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

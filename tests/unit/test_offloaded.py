@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_tools.integrations.accelerator import ShardedScaler
-from hf_fsdp_tools.sharding.replicated import clip_norm
+from tests.api import ShardedScaler, clip_norm
 
 
 class OnDevice(torch.Tensor):

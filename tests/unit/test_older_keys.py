@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools import export_checkpoint
-from hf_fsdp_tools.modeling.configs import save_tokenizer, write_older_keys
 from tests._checkpoints import make_model, tiny_config
 from tests._round_trip import OLDER_KEYS
+from tests.api import save_tokenizer, write_older_keys
 from tests.census.defaults import CONFIG_MAPPING, build_config
 from tests.readers import compare, equal_tokens, equal_values
 

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, ChineseCLIPModel, CsmForCondition
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling import configs
-from hf_fsdp_tools.proof.case import build
-from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.steps import open_checkpoint
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
+from tests.api import build_case, shrink
 from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 
@@ -37,7 +36,7 @@ def test_an_adapter_beside_a_model_is_put_on_it_as_transformers_does(folders: di
 
 def test_settings_by_which_models_generate_are_kept(tmp_path: Path, folders) -> None:
     model_class, inner = CsmForConditionalGeneration, "depth_decoder"
-    model: Any = build(model_class, shrink(build_config("csm"), "tiny", sizes=SIZES))
+    model: Any = build_case(model_class, shrink(build_config("csm"), "tiny", sizes=SIZES))
     getattr(model, inner).generation_config.update(max_length=37)
     model.save_pretrained(tmp_path / "stored")
     assert "37" in (tmp_path / "stored" / "generation_config.json").read_text()
@@ -82,7 +81,7 @@ def test_settings_lie_beside_the_config_that_is_given(folders: dict[str, Path], 
 
 def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
     """transformers' initialiser of this model zeroes that row of loaded weights, and of whole tensors alone."""
-    model = build(ChineseCLIPModel, shrink(build_config("chinese_clip"), "tiny"))
+    model = build_case(ChineseCLIPModel, shrink(build_config("chinese_clip"), "tiny"))
     embedding = model.text_model.embeddings.word_embeddings
     with torch.no_grad():
         embedding.weight[embedding.padding_idx] = 1.5

@@ -15,17 +15,10 @@ pytest.importorskip("trl")
 from transformers import LlamaConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools import accelerator
 from hf_fsdp_tools.cli import estimate, launch
 from hf_fsdp_tools.cli import main as command
-from hf_fsdp_tools.cli.launch import recipes
-from hf_fsdp_tools.diagnostics import environment
-from hf_fsdp_tools.foresight import recommend
-from hf_fsdp_tools.proof import run as proof_run
-from hf_fsdp_tools.proof.run import Proof
-from hf_fsdp_tools.saving.publish import SaveReport
-from hf_fsdp_tools.scripting import arguments
 from tests._dist import imitate_gpus
+from tests.api import Proof, SaveReport, _Parser, recipes, recommend_config, rehearse
 from tests.unit.test_cli import run
 
 VALUES = {
@@ -77,7 +70,7 @@ parser = cache(command._parser)  # it reads every recipe
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypatch):
+def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypatch, patch_inner):
     imitate_gpus(monkeypatch, 4 if base == "config" else 0)
     monkeypatch.setattr(command, "_parser", parser)
     seen, kept = [], {}
@@ -90,9 +83,9 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
 
         return once
 
-    monkeypatch.setattr(recommend, "recommend_config", noted("config", recommend.recommend_config))
+    patch_inner(recommend_config=noted("config", recommend_config))
     monkeypatch.setattr(estimate, "_estimated", noted("estimate", estimate._estimated))
-    monkeypatch.setattr(environment, "rehearse", noted("doctor", environment.rehearse))
+    patch_inner(rehearse=noted("doctor", rehearse))
 
     def proved(config, *words, **options):
         seen.append(config._attn_implementation)
@@ -103,8 +96,8 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
 
     exported = noted("export", lambda *_, **__: SaveReport(folder=f"{llama}"))
     monkeypatch.setattr(hf_fsdp_tools, "export_checkpoint", exported)
-    monkeypatch.setattr(proof_run, "prove", noted("prove", proved))
-    monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
+    patch_inner(prove=noted("prove", proved))
+    patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3")
 
     @cache
     def result(*words):
@@ -142,7 +135,7 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
 
 def test_each_option_of_a_recipe_is_read():
     """Its own, not TRL's, by the recipe, by what recipes share, or by the mixin."""
-    scripting = Path(arguments.__file__).parent
+    scripting = Path(hf_fsdp_tools.__file__).parent / "scripting"
     mixin = scripting.parent / "integrations"
     shared = [ast.parse(path.read_text()) for folder in (scripting, mixin) for path in folder.glob("*.py")]
     for path in (*recipes().values(), scripting / "arguments.py", mixin / "trainer_settings.py"):
@@ -164,7 +157,7 @@ def test_a_launch_knows_the_options_of_a_recipe_from_sources(recipe, monkeypatch
         made.append({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arguments._Parser, "parse", note)
+    monkeypatch.setattr(_Parser, "parse", note)
     with pytest.raises(KeyboardInterrupt):
         runpy.run_path(str(recipes()[recipe]))["main"]()
     launch._check_words(recipes()[recipe], sorted(made[0] - {"--deepspeed"}))

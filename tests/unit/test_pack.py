@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from transformers.quantizers import quantizer_bnb_4bit
 from hf_fsdp_tools import CheckpointError, ConfigError
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.modeling import patterns
-from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
+from tests.api import patched, weights_4bit
 
 TINY = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -65,7 +63,7 @@ def test_what_cannot_be_packed_is_refused_and_a_plan_is_that_of_the_plain_model(
     with pytest.raises(ConfigError, match=r"No layer of LlamaForCausalLM .*llm_int8_skip_modules"):
         build_meta_model(config, quantization_config=four_bits(llm_int8_skip_modules=["model", "lm_head"]))
     endless = four_bits(llm_int8_skip_modules=["(.|.)*[xy]"])
-    with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=r"is no regular .*timed out"):
+    with patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=r"is no regular .*timed out"):
         build_meta_model(config, quantization_config=endless)
     odd = hf.LlamaConfig(**TINY | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
     with pytest.raises(ConfigError, match=r"gate_proj\.weight' \[67, 36\] has 2412 values.*llm_int8_skip"):

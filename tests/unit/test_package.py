@@ -14,11 +14,10 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import hf_fsdp_tools
+from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.integrations import accelerate_launch
-from hf_fsdp_tools.integrations.config import LaunchConfig
 from tests._dist import imitate_gpus
+from tests.api import launch_main, main, patched
 from tests.unit.test_cli import says
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,7 +118,7 @@ def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypa
     assert main(["finetune", *own, "--num_processes", "2"]) == 7
     assert main(["finetune", "--use_cpu", *own]) == 7
     (first, config), (_, two), (third, on_cpu) = started
-    assert first[1:4] == ["-m", "hf_fsdp_tools.integrations.accelerate_launch", "--config_file"]
+    assert first[1] == "-m" and first[2].endswith(".accelerate_launch") and first[3] == "--config_file"
     assert first[-len(own) - 1 :] == [str(REPOSITORY / "recipes" / "finetune.py"), *own]
     assert config == says(num_processes=4, mixed_precision="bf16")
     assert two == says(num_processes=2, mixed_precision="bf16")
@@ -234,6 +233,5 @@ def test_the_launcher_passes_experts_on_and_ends_with_a_line(failed, said, monke
     monkeypatch.setattr(sys, "argv", ["launch", "--config_file", str(path), "script.py", "--ep_size", "3"])
     monkeypatch.setenv("FSDP_EP_SIZE", "")
     monkeypatch.delenv("FSDP_EP_SIZE")
-    monkeypatch.setattr(accelerate_launch, "launch", fail)
-    with pytest.raises(SystemExit, match=f"^hf-fsdp: {said}"):
-        accelerate_launch.main()
+    with patched(launch=fail), pytest.raises(SystemExit, match=f"^hf-fsdp: {said}"):
+        launch_main()

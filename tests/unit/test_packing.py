@@ -11,7 +11,7 @@ import transformers as hf
 from packaging.version import Version
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.scripting.checks import check_documents_apart
 
 SIZES = {

@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import MeshError
-from hf_fsdp_tools.extensions.tensor_parallel import checked_rules
 from hf_fsdp_tools.steps import build_meta_model, parallelize_model
 from tests._checkpoints import tiny_config
 from tests._dist import fake_ranks
+from tests.api import checked_rules
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 

@@ -20,14 +20,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as dcp
 
 from hf_fsdp_tools import CheckpointError, from_pretrained
-from hf_fsdp_tools.integrations.resume import refuse_damage
 from hf_fsdp_tools.loading import index as index_module
-from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import parse_dcp
 from hf_fsdp_tools.loading.formats.pickled import parse_pickled
-from hf_fsdp_tools.loading.formats.stored import StoredTensor
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.modeling.pickles import load_pickled
 from tests._checkpoints import Runs, make_checkpoint, pickled_copy, plain_model
+from tests.api import METADATA, CheckpointIndex, StoredTensor, load_pickled, refuse_damage
 
 
 def state_dict() -> dict[str, Any]:

@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
     choose_placement,
@@ -19,6 +17,8 @@ from hf_fsdp_tools.sharding.placement import (
     split_dim,
     warn_of_padding,
 )
+from hf_fsdp_tools.steps import WrapPlan
+from tests.api import ModuleTree, WrapUnit
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.plots import draw_losses, save
+from hf_fsdp_tools.steps import WrapPlan
+from tests.api import WrapUnit
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "docs" / "drawing.py")))
 UNIT = WrapUnit(modules=("layers.0",), reshard_after_forward=True, num_params=10, num_bytes=40, reason="block X")

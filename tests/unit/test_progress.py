@@ -12,10 +12,10 @@ from transformers.utils import logging
 
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading import report as progress
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint
+from tests.api import CheckpointIndex
 
 
 @pytest.fixture

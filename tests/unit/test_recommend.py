@@ -10,12 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight import recommend
 from hf_fsdp_tools.foresight.recommend import EVERY, GAIN, ON_HOST, Cost
-from hf_fsdp_tools.foresight.setup import TrainingSetup, setting_words
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-from hf_fsdp_tools.text import show_bytes
+from hf_fsdp_tools.foresight.setup import setting_words
+from tests.api import gpu_named, show_bytes
 
 GPU = gpu_named("h100-80gb").memory_bytes
 

@@ -11,9 +11,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.sharding import recompute
-from hf_fsdp_tools.sharding.recompute import Recompute, StreamLink, checkpoint_activations
+from hf_fsdp_tools.sharding.recompute import StreamLink, checkpoint_activations
 from tests._checkpoints import make_model
 from tests._late import LateSideStream, Machine
+from tests.api import Recompute
 
 LAYERS = 4
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from hf_fsdp_tools.distributed.shards import Box, local_boxes
-from hf_fsdp_tools.loading.regions import Piece, View, slice_piece, slice_view
+from hf_fsdp_tools.loading.regions import slice_piece
+from tests.api import Box, Piece, View, local_boxes, slice_view
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 

@@ -16,12 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_tools import CheckpointError, RanksError
+from hf_fsdp_tools import CheckpointError, RanksError, rank_timeout
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
-from hf_fsdp_tools.distributed.rounds import Rounds, rank_timeout, rounds_of_thread
-from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.distributed.rounds import rounds_of_thread
+from tests.api import Box, Rounds, agreed, wait_for_all_ranks
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_fsdp_tools.distributed.shards import Box, local_boxes
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.streaming.routes import EVERY, Bucket, Spread, plan_buckets
+from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.streaming.routes import EVERY, Bucket, Spread
+from tests.api import Box, local_boxes, plan_buckets
 
 
 def holders(shape: tuple[int, ...], placements: tuple[Shard | Replicate, ...], mesh: tuple[int, ...]) -> Spread:

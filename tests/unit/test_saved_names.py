@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import is_wrapped, model_part, peft_part
-from hf_fsdp_tools.loading.index import CheckpointIndex
+from tests.api import CheckpointIndex
 
 KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")
 

@@ -12,12 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_fsdp_tools import TrainerSettings
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, TrainerSettings
 from hf_fsdp_tools.integrations import resume, states
-from hf_fsdp_tools.integrations.resume import last_complete, problem_of, rotate
+from hf_fsdp_tools.integrations.resume import last_complete, rotate
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
-from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
+from tests.api import MANIFEST, check_sums, problem_of, read_manifest, write_manifest
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:

@@ -5,7 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,22 +15,29 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_fsdp_tools.distributed.shards import Box, as_dtensor
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.extensions.muon.owners import assign_owners
-from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.bands import band_of
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
-from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, transfer_of, views_into
-from hf_fsdp_tools.loading.regions import Piece, View, slice_view
-from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.streaming import routes
-from hf_fsdp_tools.streaming.exchange import Exchange
-from hf_fsdp_tools.streaming.held import Part
-from hf_fsdp_tools.streaming.routes import holders_of, plan_buckets
 from tests._dist import fake_ranks
+from tests.api import (
+    METADATA,
+    Box,
+    Exchange,
+    Part,
+    Piece,
+    PieceTensor,
+    StoredTensor,
+    View,
+    as_dtensor,
+    assign_owners,
+    check_dcp,
+    holders_of,
+    patched,
+    plan_buckets,
+    refuse_damage,
+    slice_view,
+)
 
 RANKS = 64
 
@@ -91,7 +98,7 @@ def test_one_rank_of_a_node_checks_for_the_others(tmp_path: Path) -> None:
     write_metadata(tmp_path / "optimizer_0", 64)
     for local in ("0", "3"):
         here = patch.dict(os.environ, {"LOCAL_RANK": local})
-        with here, patch("hf_fsdp_tools.integrations.resume.check_dcp") as check:
+        with here, patched(check_dcp=(check := Mock())):
             refuse_damage(tmp_path)
         assert check.called == (local == "0")
 
@@ -112,7 +119,8 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(dim: int) -> None:
     held = holders_of(layers, ranks)
     assert held[0] is held[1], "tensors that are sharded alike share what is worked out"
     pieces = [(layer, piece_of(expert, shape)) for layer in layers for expert in range(ranks)]
-    with patch.object(routes, "slice_view", side_effect=slice_view) as tested:
+    tested = Mock(side_effect=slice_view)
+    with patched(slice_view=tested):
         ownership = assign_owners(pieces, list(held.values()), ranks, 2**20)
     assert tested.call_count == ranks
     spreads = [matrix.arrival.spread for matrix in ownership.matrices]

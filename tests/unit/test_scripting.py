@@ -27,15 +27,12 @@ from pyarrow import feather, parquet
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 from trl import ScriptArguments, SFTConfig
 
-from hf_fsdp_tools import scripting
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.streams import share_loader
+from hf_fsdp_tools import CheckpointError, ConfigError, scripting
 from hf_fsdp_tools.scripting import ModelArguments, data, progress, run, running
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
-from hf_fsdp_tools.scripting.data import share_of_stream
-from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.tokenizer import Chats
 from tests._documents import blocks
+from tests.api import make_demo_model, share_loader, share_of_stream
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]

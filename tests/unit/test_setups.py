@@ -19,12 +19,9 @@ from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 pytest.importorskip("trl")
 
 from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup
-from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.launch import named_config, recipes
 from hf_fsdp_tools.scripting import arguments, running, setups
-from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
-from hf_fsdp_tools.text import show_bytes
 from tests._dist import imitate_gpus
+from tests.api import RECIPES, named_config, recipes, setup_of, show_bytes
 from tests.unit.test_cli import run
 from tests.unit.test_shipped_configs import FOLDER, MODELS, SHIPPED, header
 
@@ -222,7 +219,7 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
 
 
-def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch):
+def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch, patch_inner):
     """A recipe's by the recipe; of `config` what would be searched for."""
     monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
     from models import CONFIGS
@@ -233,9 +230,9 @@ def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monke
     commands = [words.split() for row in rows for words in re.findall(r"`hf-fsdp ([^`]+)`", row)]
     started: list[list[str]] = []
     searched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "_run", lambda words: started.append(words) or 0)
+    patch_inner(_run=lambda words: started.append(words) or 0)
     search = lambda *words, **fixed: searched.append(words) or 1 / 0  # noqa: E731
-    monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", search)
+    patch_inner(recommend_config=search)
     imitate_gpus(monkeypatch, 8)
     for words in commands:
         with pytest.raises(ZeroDivisionError) if words[:2] == ["config", "Qwen/Qwen3-8B"] else nullcontext():

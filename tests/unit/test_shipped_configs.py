@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.integrations.config import LaunchConfig
+from hf_fsdp_tools import LaunchConfig
 from tests._dist import imitate_gpus
+from tests.api import main
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "accelerate_configs"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from tests._checkpoints import RELEASE
+from tests.api import telling, tiny_case, with_kinds
 from tests.census.defaults import CONFIG_MAPPING, build_config
 from tests.census.rows import model_classes
 

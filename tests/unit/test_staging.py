@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.loading.io.files import Reader, Writer
+from hf_fsdp_tools.loading.io.files import Writer
 from hf_fsdp_tools.loading.io.staging import Ring, buffer_sizes
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.regions import row_major_strides
 from tests._late import POISON, LateSideStream, Machine
+from tests.api import Reader, Transfer, row_major_strides
 
 KIB, MIB = 2**10, 2**20
 OWN = 1  # of devices 0 and 1

@@ -18,26 +18,33 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
-from hf_fsdp_tools import Muon
-from hf_fsdp_tools.distributed.mesh import Axes
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.muon.muon import MUON
-from hf_fsdp_tools.foresight.events import Alloc, EventWriter, Gradient, Mark, Parameter, TensorSize, Trace, Work
-from hf_fsdp_tools.foresight.forecast import build
-from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS, Step, compose, optimizer_step
-from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.tracing.dry_run import casts_of_weights, trace_model
+from hf_fsdp_tools import ConfigError, Muon, TrainingSetup
+from hf_fsdp_tools.foresight.events import EventWriter, Mark, Parameter, TensorSize
+from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS, Step, optimizer_step
+from hf_fsdp_tools.foresight.setup import DTYPES
+from hf_fsdp_tools.foresight.tracing.dry_run import casts_of_weights
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.sharding.hooks import hooks_of_casts
-from hf_fsdp_tools.sharding.phases import install
-from hf_fsdp_tools.sharding.shard import apply_sharding, checkpoint_activations
-from hf_fsdp_tools.sharding.sharding import Sharding
-from hf_fsdp_tools.steps import make_wrap_plan
+from hf_fsdp_tools.steps import WrapPlan, build_meta_model, make_wrap_plan
 from tests._checkpoints import make_model
+from tests.api import (
+    MUON,
+    Alloc,
+    Axes,
+    Gradient,
+    Sharding,
+    Trace,
+    Work,
+    WrapUnit,
+    allocate,
+    apply_sharding,
+    build,
+    check_kind,
+    checkpoint_activations,
+    compose,
+    hooks_of_casts,
+    install,
+    trace_model,
+)
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
 SHAPE = dict(num_processes=4, per_device_train_batch_size=2, max_length=32)

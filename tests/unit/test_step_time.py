@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_fsdp_tools.foresight.events import Event, Work
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, Timing, step_time
-from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
-from hf_fsdp_tools.foresight.timing.hardware import GPUS
+from hf_fsdp_tools import TrainingSetup
+from hf_fsdp_tools.foresight.throughput import Timing
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency
+from tests.api import GPUS, Event, ThroughputEstimate, Work, efficiency_of, step_time
 
 SETUP = TrainingSetup(num_processes=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, error=0.1, source="nothing lost")

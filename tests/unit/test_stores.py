@@ -15,13 +15,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fsdp_tools import from_pretrained, save_pretrained, stores
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.extensions.stores.in_store import deal
-from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained, stores
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import assert_same_model, make_checkpoint, make_model, plain_model
+from tests.api import CheckpointIndex, deal, main
 
 QUIET = {"load_kwargs": {"progress": False}}
 

@@ -14,10 +14,9 @@ import yaml
 from huggingface_hub import JobHardware
 from packaging.version import Version
 
-from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.foresight.timing.hardware import GPUS
-from hf_fsdp_tools.integrations.config import LaunchConfig
+from hf_fsdp_tools import LaunchConfig
 from tests._dist import imitate_gpus
+from tests.api import GPUS, main
 
 FOLDER = Path(__file__).parents[2] / "accelerate_configs"
 FOUR = ["--gpu", "h100-80gb", "--num-processes", "4"]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools import text as texts
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import listed, listed_lines, table, within
 
 

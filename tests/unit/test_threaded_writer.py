@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, load, save
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations.resume import using_format
-from hf_fsdp_tools.saving.held_dcp import ThreadedWriter
+from hf_fsdp_tools import CheckpointError
+from tests.api import ThreadedWriter, using_format
 
 
 def test_files_are_written_at_a_time_and_any_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

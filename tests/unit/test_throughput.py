@@ -10,14 +10,10 @@ import pytest
 from transformers import LlamaConfig
 
 from benchmarks.foreseeing.published import START, Row, efficiency_from, read_rows
-from hf_fsdp_tools import estimate_throughput
-from hf_fsdp_tools.foresight.forecast import Forecast, step_of
-from hf_fsdp_tools.foresight.fsdp2.step import compose
+from hf_fsdp_tools import TrainingSetup, estimate_throughput
+from hf_fsdp_tools.foresight.forecast import Forecast
 from hf_fsdp_tools.foresight.memory import memory_of
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, step_time, throughput_of
-from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from tests.api import ThroughputEstimate, compose, efficiency_of, gpu_named, step_of, step_time, throughput_of
 
 CONFIG = LlamaConfig(
     hidden_size=2048,

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.timing.efficiency import Group, group_of, node_network
-from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
+from tests.api import GPUS, gpu_named
 
 BIG = 64e9
 

@@ -13,14 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
-from hf_fsdp_tools.foresight.forecast import build
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run, kernels
-from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.kernels import notes_of
 from hf_fsdp_tools.steps import build_meta_model
+from tests.api import Alloc, Event, Free, Gradient, Trace, Work, build, trace_model
 
 SIZES = {
     "vocab_size": 131,

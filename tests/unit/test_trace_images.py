@@ -6,12 +6,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.foreseeing.cases import SIZES, case_named
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Trace
-from hf_fsdp_tools.foresight.forecast import build
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, Values, batch_of, images_of
+from tests.api import Trace, build, trace_model
 
 PLAIN = {
     "mixed_precision": "fp32",

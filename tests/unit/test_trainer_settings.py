@@ -9,7 +9,6 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_fsdp_tools import ConfigError, FSDPPlugin, TrainerSettings
 from hf_fsdp_tools.integrations import reporting
 from hf_fsdp_tools.integrations.reporting import Measured
-from hf_fsdp_tools.scripting import setups
 from tests._checkpoints import make_model
 from tests._training import ShardedTrainer
 
@@ -68,12 +67,11 @@ def test_speed_is_the_median_of_logs_without_padding(monkeypatch):
     assert Measured().tokens_per_second is None
 
 
-def test_a_trainer_of_ones_own_is_estimated_as_it_ran(monkeypatch):
+def test_a_trainer_of_ones_own_is_estimated_as_it_ran(patch_inner):
     """By its arguments, adapter and batches; and a reason where nothing can be estimated."""
     from peft import LoraConfig, get_peft_model
 
-    monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
+    patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3", rank_on_node=lambda: (0, 4))
     base = make_model("llama")
     model = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
     known = {"num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}

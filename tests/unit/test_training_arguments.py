@@ -15,16 +15,12 @@ from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
 from hf_fsdp_tools import ConfigError, FSDPPlugin, make_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
-from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.integrations import training_arguments
-from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
-from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
-from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import make_model
+from tests.api import TRAINING_KEYS, VARIABLES, default_timeout, mesh_of, sharding_of, start_state, timeout_of
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
 

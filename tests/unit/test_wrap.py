@@ -11,10 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_fsdp_tools import WrapPolicy
-from hf_fsdp_tools.planning.plan import WrapUnit
-from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.steps import WrapPlan, WrapPlanError, build_meta_model, make_wrap_plan
 from tests._dist import fake_ranks
+from tests.api import WrapUnit, check_wrap_plan
 from tests.census import plans
 from tests.census.defaults import classes_by_default
 from tests.unit.test_blocks import Block, Model

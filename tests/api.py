@@ -1,0 +1,171 @@
+"""Inner names that tests of several rooms need, once. A test imports public names (`hf_fsdp_tools`, its `steps`,
+`testing`, `errors` and `scripting`), names of its own room, and from here, where each is imported when it is asked for.
+A redesign that moves or renames one changes this table, and no test."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+NAMES = {
+    "loading.fill": "read_into",
+    "foresight.recommend": "recommend_config",
+    "scripting.arguments": "_Parser",
+    "accelerator": "available_bytes peak_bytes side_stream_for",
+    "cli.launch": "named_config recipes",
+    "cli.main": "main",
+    "diagnostics.environment": "check_environment _NEWEST rehearse",
+    "diagnostics.findings": "Finding",
+    "distributed.agreement": "agreed all_ranks wait_for_all_ranks",
+    "distributed.cpu_backend": "default_timeout timeout_of",
+    "distributed.mesh": "Axes local_device mesh_of pinned_bytes",
+    "distributed.rounds": "Rounds",
+    "distributed.shards": "Box as_dtensor cut local_boxes local_tensor part_of",
+    "distributed.steps": "Step at_steps",
+    "extensions.float8": "float8_layers",
+    "extensions.fsdp1": "hybrid_auto_wrap_policy load_weights_fsdp1 wrap_fsdp1",
+    "extensions.fsdp1.flat_shards": "plain_view",
+    "extensions.muon.muon": "MUON",
+    "extensions.muon.owners": "assign_owners matrices_in",
+    "extensions.stores.in_store": "deal",
+    "extensions.tensor_parallel": "ALL_PARALLEL_STYLES checked_rules",
+    "foresight.events": "Alloc Event Free Gradient Trace Work",
+    "foresight.forecast": "build step_of",
+    "foresight.fsdp2.step": "compose",
+    "foresight.memory": "MARGIN",
+    "foresight.throughput": "ThroughputEstimate step_time throughput_of",
+    "foresight.timing.efficiency": "efficiency_of",
+    "foresight.timing.hardware": "GPUS gpu_named",
+    "foresight.tracing.dry_run": "trace_model",
+    "integrations.accelerate_launch": "split_words main=launch_main",
+    "integrations.accelerator": "ShardedAccelerator ShardedScaler adopt",
+    "integrations.config": "OWN_KEYS TRAINING_KEYS VARIABLES YAML_KEYS",
+    "integrations.model": "check_managed hand_over",
+    "integrations.resume": "AVERAGES problem_of refuse_damage using_format _problem_of_state",
+    "integrations.state": "start_state",
+    "integrations.streams": "share_loader",
+    "loading.conversion": "map_loading persistent_tensors",
+    "loading.formats.dcp": "METADATA check_dcp",
+    "loading.formats.stored": "StoredTensor",
+    "loading.index": "CheckpointIndex",
+    "loading.io.files": "Reader TransferStats write_in_turn write_transfers",
+    "loading.io.transfer": "Transfer",
+    "loading.quantized.by_config": "keep_by_config _matches",
+    "loading.quantized.keep": "keep_stored",
+    "loading.regions": "Piece View row_major_strides slice_view",
+    "loading.report": "LoadReport MemoryWatch",
+    "loading.symbolic": "PieceTensor",
+    "modeling.configs": "save_tokenizer write_older_keys",
+    "modeling.four_bits": "beside_4bit weights_4bit",
+    "modeling.initialize": "initialize_missing",
+    "modeling.module_tree": "ModuleTree replaced",
+    "modeling.notes": "add_to_note note_of",
+    "modeling.packed": "packed_parameters",
+    "modeling.packed_weight": "PackedForm",
+    "modeling.pickles": "load_pickled",
+    "modeling.tree_copy": "base_of",
+    "planning.plan": "WrapUnit",
+    "planning.rules": "check_wrap_plan",
+    "pretrained": "open_checkpoint",
+    "proof.batches": "candidates random_batch",
+    "proof.case": "build=build_case telling tiny_case with_adapter with_kinds",
+    "proof.compare": "load_sharded",
+    "proof.plain": "Case PRECISIONS Tensors evaluate forward loss_of plain_figures",
+    "proof.rounding": "MULTIPLE",
+    "proof.routing": "choices",
+    "proof.run": "Proof WORDS",
+    "proof.shrink": "shrink",
+    "saving.held_dcp": "ThreadedWriter",
+    "saving.layout": "Layout",
+    "saving.manifest": "MANIFEST UNFINISHED check_sums read_manifest write_manifest",
+    "saving.publish": "SaveReport",
+    "scripting.data": "share_of_stream",
+    "scripting.demo": "demo_rows make_demo_model train_demo_tokenizer",
+    "scripting.setups": "RECIPES setup_of",
+    "sharding.adapters": "with_modules_to_save",
+    "sharding.added": "shard_added",
+    "sharding.allocate": "allocate",
+    "sharding.checks": "check_kind",
+    "sharding.fsdp2_internals": "names_of_fsdp2 parameters_of_unit unit_modules",
+    "sharding.hooks": "hooks_of_casts",
+    "sharding.phases": "Phase install",
+    "sharding.recompute": "Recompute as_recompute",
+    "sharding.replicated": "WholeGradient clip_norm step_kinds_apart",
+    "sharding.shard": "apply_sharding checkpoint_activations features",
+    "sharding.sharding": "Sharding sharding_of",
+    "streaming.exchange": "Exchange gather_to_first",
+    "streaming.held": "Part",
+    "streaming.live": "LiveWeights",
+    "streaming.routes": "Holders holders_of plan_buckets spread_of",
+    "text": "show_bytes",
+}
+"""By the module that has them; `NAME=OTHER` is OTHER in tests."""
+
+_HOMES = {
+    name.split("=")[-1]: (module, name.split("=")[0]) for module, names in NAMES.items() for name in names.split()
+}
+
+
+PATCHED = {
+    "accelerator": "device_title",
+    "background": "_print",
+    "cli.launch": "_run",
+    "cli.options": "FIRST_S",
+    "diagnostics.environment": "rehearse requires",
+    "distributed.agreement": "available_bytes processes_in_sight",
+    "distributed.liveness": "_BEAT_S",
+    "extensions.stores.in_store": "_put",
+    "foresight.recommend": "recommend_config",
+    "integrations.accelerate_launch": "launch",
+    "integrations.accelerator": "keep_after_backward",
+    "integrations.resume": "check_dcp",
+    "loading.bands": "LEAST_RUN",
+    "loading.conversion": "persistent_tensors",
+    "loading.fill": "persistent_tensors read_into",
+    "loading.index": "_headers",
+    "loading.io.files": "MAX_GAP_BYTES",
+    "loading.load": "initialize_missing",
+    "loading.quantized.four_bits": "weights_4bit",
+    "loading.quantized.sources": "persistent_tensors",
+    "modeling.packed_weight": "VALUES_AT_A_TIME",
+    "modeling.patterns": "_MATCH_S",
+    "planning.draft": "find_blocks",
+    "planning.make_plan": "broken_rules",
+    "pretrained": "load_weights",
+    "proof.run": "prove",
+    "saving.hidden_folder": "_APPEARS_S",
+    "saving.manifest": "write_durably",
+    "scripting.setups": "device_title rank_on_node",
+    "sharding.fsdp2_internals": "pinned_empty",
+    "sharding.hooks": "use_frozen_in_place",
+    "sharding.placement": "_MOST_PADDING _MOST_PADDING_BYTES _LEAST_RUN",
+    "sharding.shard": "broken_rules",
+    "streaming.held": "_MIN_PART_BYTES",
+    "streaming.routes": "slice_view",
+}
+"""What tests of other rooms put in place of something, by the module that looks it up there."""
+
+
+def owners_of(name: str) -> list[Any]:
+    """The modules that look up an inner name."""
+    found = [import_module(f"hf_fsdp_tools.{module}") for module, names in PATCHED.items() if name in names.split()]
+    assert found, f"no module of PATCHED has {name}"
+    return found
+
+
+@contextmanager
+def patched(**values: Any) -> Iterator[None]:
+    """A block in which inner names are something else."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            for owner in owners_of(name):
+                stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"tests/api.py has no {name}")
+    module, own = _HOMES[name]
+    return getattr(import_module(f"hf_fsdp_tools.{module}"), own)
