@@ -453,7 +453,9 @@ def with_order(folder: Path, target: Path) -> Path:
     return target
 
 
-def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def dequantized_by_transformers(
+    kind: str, folder: Path, dtype: torch.dtype, auto_class: Any = hf.AutoModelForCausalLM
+) -> PreTrainedModel:
     """What transformers makes of it with `dequantize=True`, on the CPU.
 
     It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23). Scales that 5.17
@@ -469,9 +471,7 @@ def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> 
     asked = {"fp8": hf.FineGrainedFP8Config, "mxfp4": hf.Mxfp4Config, "compressed-tensors": hf.CompressedTensorsConfig}
     config = asked[method](dequantize=True)
     with patch.object(torch.distributed, "is_initialized", lambda: False):  # compressed-tensors would ask other ranks
-        model = hf.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, quantization_config=config, device_map="cpu"
-        )
+        model = auto_class.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
     for key in model.state_dict().keys() - build_meta_model(folder).state_dict().keys():
         owner, _, name = key.rpartition(".")
         delattr(model.get_submodule(owner), name)

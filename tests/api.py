@@ -30,6 +30,7 @@ NAMES = {
     "extensions.muon.owners": "assign_owners matrices_in",
     "extensions.stores.in_store": "deal",
     "extensions.tensor_parallel": "ALL_PARALLEL_STYLES checked_rules",
+    "extensions.streamed": "steps_in_backward",
     "foresight.events": "Alloc Event Free Gradient Trace Work",
     "foresight.forecast": "build step_of",
     "foresight.fsdp2.step": "compose",

@@ -1,0 +1,72 @@
+"""Every behaviour with every feature, on shards beside one plain process: right, or refused in the words of one line.
+
+In each commit each pair of behaviours and features meets in a cell, nightly each three;
+`python -m tests.behaviour.cells` writes docs/support.md from the same tables.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests._dist import run_cases, run_ranks
+from tests.behaviour.behaviours import BEHAVIOURS
+from tests.behaviour.cells import ABSENT, LEVELS, PAGE, REFUSED, Cell, covering, layout_of, page_of, refusals, words_of
+from tests.behaviour.sides import make_files, play
+
+AT_ONCE = 40
+"""Cells of one test of the nightly tier."""
+
+
+def is_as_said(cell: Cell, parent: Path) -> None:
+    """On a rank: the last act is right, or refused in these words, and none before it is wrong."""
+    layout, words = layout_of(cell), words_of(cell)
+    folder = parent / ", ".join(cell)
+    folder.mkdir(exist_ok=True)
+    acts = BEHAVIOURS[cell[0]](layout)
+    told = play(layout, acts, make_files(layout, parent), folder, [words] if words else [])
+    kind, said = told[-1]
+    assert kind == ("refused" if words else "right"), f"{acts[len(told) - 1]} is {kind}: {said}"
+
+
+def walk(cells: Sequence[Cell], folder: Path) -> None:
+    for cell in cells:
+        make_files(layout_of(cell), folder)
+    for ranks, some in groupby(sorted(cells, key=ranks_of), ranks_of):
+        run_ranks(run_cases, ranks, {", ".join(cell): partial(is_as_said, cell, folder) for cell in some})
+
+
+def ranks_of(cell: Cell) -> int:
+    return layout_of(cell).ranks
+
+
+@pytest.mark.parametrize("ranks", sorted({ranks_of(cell) for cell in covering(2)}))
+def test_pairs(ranks: int, tmp_path: Path) -> None:
+    walk([cell for cell in (*covering(2), *refusals()) if ranks_of(cell) == ranks], tmp_path)
+
+
+TRIPLES = [cell for cell in covering(3) if cell not in covering(2)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", range(0, len(TRIPLES), AT_ONCE))
+def test_triples(start: int, tmp_path: Path) -> None:
+    walk(TRIPLES[start : start + AT_ONCE], tmp_path)
+
+
+def test_every_pair_is_walked_or_said_to_be_none() -> None:
+    """Each pair of a behaviour and features stands in a cell, in a refusal, or has no meaning."""
+    walked = [{*cell} for cell in (*covering(2), *refusals())]
+    names = [(axis, name) for axis, level in enumerate(LEVELS) for name in level]
+    for axis, name in names:
+        for other, second in names:
+            pair = {name, second}
+            if axis < other and not any(pair <= cell for cell in walked):
+                assert any(together <= pair for together in ABSENT), pair
+
+
+def test_the_page_is_what_the_cells_say() -> None:
+    assert PAGE.read_text() == page_of(PAGE.read_text()), "python -m tests.behaviour.cells writes it"
+    assert all(together <= {name for level in LEVELS for name in level} for together in (*REFUSED, *ABSENT))
