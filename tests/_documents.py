@@ -6,6 +6,7 @@ the language says otherwise: `python parsed` needs what no test has, `text drawn
 """
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,3 +59,13 @@ def blocks(page: str | None = None, language: str | None = None) -> list[Block]:
         for number, each in enumerate(_FENCE.finditer(text), 1)
     )
     return [each for each in found if page in (None, each.page) and language in (None, each.language)]
+
+
+class Advice(UserWarning):
+    """What a reviewer should look at; no test fails by it."""
+
+
+def advise(problem: object) -> None:
+    """Warn of a rule of the house that protects no user: a budget of lines, a word of the field."""
+    if problem:
+        warnings.warn(f"{problem}", Advice, stacklevel=2)

@@ -23,7 +23,6 @@ from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
 from tests.api import patched
 
-pytest_plugins = ["tests.support"]
 gc.disable()  # until all is imported, of which nothing goes away
 # As ranks have it: at these sizes a second thread waits more than it helps.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

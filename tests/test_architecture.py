@@ -1,7 +1,7 @@
 """The shape and the size of the package: a room imports only rooms above it and keeps its budget of lines, importing
 changes nothing.
 
-    python tests/test_architecture.py [ROOT]        # prints the size of each room, and of tests and benchmarks
+    python -m tests.test_architecture [ROOT]        # prints the size of each room, and of tests and benchmarks
 """
 
 import ast
@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import hf_fsdp_tools
+from tests._documents import advise
 from tests.api import features, names_of_fsdp2
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
@@ -65,8 +66,8 @@ BUDGET = {
     "testing": (240, 195, 1, 0),
     "text": (235, 210, 1, 0),
 }
-"""What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
-its commit what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
+"""What a room may hold: lines, lines without docstrings, files, public names. A change that needs more is warned of,
+and its commit says what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
 
 
 @cache
@@ -123,7 +124,7 @@ def test_a_room_keeps_its_budget():
         for what, size, most in zip(
             ("lines", "lines without docstrings", "files", "public names"), found, budget, strict=True
         ):
-            assert size <= most, f"{room or 'the front door'} has {size} {what}; its budget is {most}"
+            advise(size > most and f"{room or 'the front door'} has {size} {what}; its budget is {most}")
 
 
 def print_sizes(root: Path) -> None:

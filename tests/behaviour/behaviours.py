@@ -96,7 +96,10 @@ def resumed_elsewhere(layout: Layout) -> list[Act]:
 
 
 def copied(layout: Layout) -> list[Act]:
-    return [LOAD, passed(0), ("model = copy.deepcopy(model)",), seen(), OPTIMIZER, *one_step(1), STATE]
+    """What becomes of the original is nothing to the copy."""
+    copy = ("original = model", "model = copy.deepcopy(model)")
+    spoil = ("[p.data.zero_() for p in original.parameters() if p.is_floating_point()]",)
+    return [LOAD, passed(0), copy, spoil, seen(), OPTIMIZER, *one_step(1), SAVE, STATE]
 
 
 def generated(layout: Layout) -> list[Act]:

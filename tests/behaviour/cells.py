@@ -3,7 +3,7 @@
 python -m tests.behaviour.cells          # writes the tables of docs/support.md
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -19,13 +19,24 @@ PACKED = ("FP8 base", "int4 base", "4-bit base")
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({base, "adapter merged"}): "is quantised as stored, and nothing can be added" for base in PACKED},
     **{frozenset({base, "FP8"}): "has no plain linear layer in its blocks that can be converted" for base in PACKED},
-    frozenset({"4-bit base", "tp"}): "is flattened before bitsandbytes packs it, so ranks cannot share it",
+    **{
+        frozenset({division, "adapter merged"}): "cannot merge adapters into layers or experts that ranks share"
+        for division in ("tp", "ep", "tp and ep")
+    },
+    **{
+        frozenset({"4-bit base", division}): "is flattened before bitsandbytes packs it, so ranks cannot share it"
+        for division in ("tp", "tp and ep")
+    },
     frozenset({"encoder-decoder", "tp"}): "has no tp_plan for tp_size 2",
     frozenset({"encoder-decoder", "cp"}): "it is not a decoder of transformers alone",
 }
 """Words of the one line that a user gets who asks for these together."""
 ABSENT: dict[frozenset[str], str] = {
-    **{frozenset({"ep", kind}): "it has no experts" for kind in AXES["model"] if kind != "mixture"},
+    **{
+        frozenset({division, kind}): "it has no experts"
+        for division, kind in product(("ep", "tp and ep"), AXES["model"])
+        if kind != "mixture"
+    },
     **{frozenset({"MXFP4 base", kind}): "experts alone are stored so" for kind in AXES["model"] if kind != "mixture"},
     **{frozenset({base, "encoder-decoder"}): "no checkpoint is stored so" for base in PACKED[:2]},
 }
@@ -109,28 +120,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 START, END = "<!-- made by `python -m tests.behaviour.cells` -->\n", "<!-- end -->"
 
 
-def _said(names: set[str]) -> str:
-    if any(together <= names for together in ABSENT):
-        return " "
-    words = next((words for together, words in REFUSED.items() if together <= names), "")
-    return f'<abbr title="{words}">refused</abbr>' if words else "✓"
+def _said(row: str, column: str) -> str:
+    names, words = {row, column}, list(dict.fromkeys(REFUSED.values()))
+    if any(names <= {*level} or any(together <= names for together in ABSENT) for level in LEVELS):
+        return ""
+    refused = next((said for together, said in REFUSED.items() if together <= names), None)
+    return "✓" if refused is None else f"refused ({words.index(refused) + 1})"
 
 
-def _table(rows: tuple[str, ...], columns: tuple[str, ...]) -> str:
+def _table(rows: Sequence[str], columns: Sequence[str]) -> str:
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[row, *(_said({row, column}) if row != column else "" for column in columns)] for row in rows]
+    lines += [[row, *(_said(row, column) for column in columns)] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def page_of(page: str) -> str:
-    """The page with the tables of behaviours and of features by features."""
+    """The page with the tables of behaviours and of features by features, and the words of refusals."""
     behaviours, *axes = LEVELS
-    features = [name for level in axes for name in level]
-    usual = [level[0] for level in axes]
-    columns = tuple(name for name in features if name not in usual)
+    features = [name for level in axes for name in level[1:]]
     before, _, rest = page.partition(START)
-    tables = _table(behaviours, columns) + "\n" + _table(columns, columns)
-    return before + START + tables + END + rest.partition(END)[2]
+    notes = "".join(f"{i}. … {words} …\n" for i, words in enumerate(dict.fromkeys(REFUSED.values()), 1))
+    tables = (_table(behaviours, features), _table(features[: -len(axes[-1]) + 1], features[len(axes[0]) - 1 :]), notes)
+    return before + START + "\n".join(tables) + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ AXES: dict[str, dict[str, Maker]] = {
         "HSDP": _divided(4, dp_replicate_size=2),
         "tp": _divided(2, tp_size=2),
         "ep": _divided(2, ep_size=2),
+        "tp and ep": _divided(2, tp_size=2, ep_size=2),
         "cp": _divided(2, cp_size=2),
     },
     "precision": {

@@ -21,14 +21,15 @@ AT_ONCE = 40
 
 
 def is_as_said(cell: Cell, parent: Path) -> None:
-    """On a rank: the last act is right, or refused in these words, and none before it is wrong."""
+    """On a rank: all acts are right, or one is refused in these words, after which the model is as it was."""
     layout, words = layout_of(cell), words_of(cell)
     folder = parent / ", ".join(cell)
     folder.mkdir(exist_ok=True)
     acts = BEHAVIOURS[cell[0]](layout)
     told = play(layout, acts, make_files(layout, parent), folder, [words] if words else [])
-    kind, said = told[-1]
-    assert kind == ("refused" if words else "right"), f"{acts[len(told) - 1]} is {kind}: {said}"
+    assert told[-1][0] in ("right", "refused"), f"{acts[len(told) - 1]} is {told[-1][0]}: {told[-1][1]}"
+    assert bool(words) == ("refused" in dict(told)), f"nothing is refused with {words!r}"
+    assert words or not any(said for _, said in told), f"an error on both sides: {told}"
 
 
 def walk(cells: Sequence[Cell], folder: Path) -> None:

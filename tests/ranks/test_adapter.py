@@ -217,7 +217,6 @@ def _every_case(names, folders, output):
 
 
 @pytest.mark.parametrize("names", [[*CASES], pytest.param([*RARE], marks=pytest.mark.nightly)], ids=["usual", "rare"])
-@pytest.mark.shows("save_pretrained", "LoRA")
 def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(folders, tmp_path, names):
     run_ranks(_every_case, 2, names, folders, tmp_path / "out")
 
@@ -309,7 +308,6 @@ AS_IN_BF16 = (torch.bfloat16, True), (torch.float32, False)
 @pytest.mark.parametrize(
     "chosen", [RUNS, pytest.param(RUNS_OF_NIGHT, marks=pytest.mark.nightly)], ids=["usual", "another road"]
 )
-@pytest.mark.shows("bf16", "losses of one process", "LoRA")
 def test_steps_under_every_host_equal_peft_on_one_process(tmp_path, chosen):
     """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients
     as for large ones, so weights agree to 1e-5. bf16: as far as rounding explains; the roads under one host agree to
@@ -534,7 +532,6 @@ ON_TWO = (
 )  # fmt: skip
 
 
-@pytest.mark.shows("LoRA", "HSDP")
 @pytest.mark.parametrize(("ranks", "cases"), [(1, ON_ONE), (2, ON_TWO)])
 def test_adapters_train_in_the_units_of_their_base_and_what_cannot_be_done_is_refused(folders, tmp_path, ranks, cases):
     make_checkpoint("llama", tmp_path / "bf16", dtype=torch.bfloat16)

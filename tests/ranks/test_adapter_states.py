@@ -141,7 +141,6 @@ FAST = ("lora", "whole modules", "qlora")
     [FAST, pytest.param(("biases", "prefix", "packed", "pissa"), marks=pytest.mark.nightly)],
     ids=["fast", "others"],
 )
-@pytest.mark.shows("resumed states", "QLoRA", "stays quantised")
 def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
     ways = {name: make for name, make in _ways(root).items() if name in names}
     cases: dict[str, Any] = {name: partial(goes_on, make, tmp_path / name) for name, make in ways.items()}

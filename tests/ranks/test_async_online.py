@@ -226,7 +226,6 @@ AS_TRL = ("all", "adapter", "merged", "distilled", "distilled adapter")
      pytest.param([*WAYS][:2], 4, marks=pytest.mark.nightly)],
     ids=["usual", "rare", "4 ranks"],
 )  # fmt: skip
-@pytest.mark.shows("GRPO", "FSDP2", "LoRA")
 def test_async_grpo_sends_what_is_saved_and_trains_as_trl_alone(folders, tmp_path, names, ranks):
     cases = {name: partial(trained, name) for name in names}
     ours = run_ranks(run_cases, ranks, cases, folders, tmp_path / "ours", True)

@@ -179,7 +179,6 @@ def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.T
     return made.noted
 
 
-@pytest.mark.shows("moving averages", "FSDP2", "HSDP", "LoRA")
 @pytest.mark.parametrize(("of_four", "elsewhere"), [([], 1), pytest.param(list(WAYS), 4, marks=pytest.mark.nightly)])
 def test_averages_on_shards_are_those_of_one_process_bit_for_bit(folders, tmp_path, of_four, elsewhere):
     ways = {way: partial(averaged, way) for way in WAYS}

@@ -256,7 +256,6 @@ def each_in_its_folder(source: Path, root: Path) -> None:
     run_cases({case.__name__: lambda case=case: case(source, root / case.__name__) for case in CASES})  # type: ignore[misc]
 
 
-@pytest.mark.shows("save in the background", "FSDP2")
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     for kind in ("llama", "mixtral"):
         make_checkpoint(kind, tmp_path / "source" / kind)

@@ -105,7 +105,6 @@ def _sample_packed(folder, types):
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("hf-fsdp prove", "stays quantised")
 def test_a_sample_trains_on_a_base_that_stays_quantised_as_on_its_floats(tmp_path):
     # GPT-2: weights the other way round; AFMoE: PEFT takes routers by their weights; HunYuan: a stack of one expert
     types = [name for name in ("gpt2", "afmoe", "hunyuan_v1_moe") if name in CONFIG_MAPPING]
@@ -120,14 +119,12 @@ def _quantised(model_type, folder):
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("hf-fsdp prove", "FSDP2")
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     run_alone(_plain, THERE, tmp_path)
     run_ranks(_sample, 2, tmp_path, THERE)
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("resumed states", "FSDP2")
 def test_a_sample_goes_on_in_shards_from_the_state_of_one_process():
     for name in ("gpt2", "qwen3_moe", "dinov3_vit"):
         row = resumed.CENSUS.row_of(name)

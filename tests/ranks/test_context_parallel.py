@@ -334,8 +334,6 @@ def few(kinds, rows, layouts, are_recomputed):
 
 
 @fast_and_nightly(few, [*KINDS, *READERS], ROWS, LAYOUTS, [False, True])
-@pytest.mark.shows("activation checkpointing", "losses of one process", "cp")
-@pytest.mark.shows("HSDP", "cp")
 def test_ranks_that_share_rows_compute_what_one_process_does(combinations):
     cases: dict[int, dict[str, Any]] = {2: {}, 4: {}}
     for kind, rows, dims, recomputed in combinations:
@@ -367,7 +365,6 @@ def steps(folder: str, cp_size: int, first: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
-@pytest.mark.shows("resumed states", "cp")
 def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
     plain("llama").save_pretrained(tmp_path / "checkpoint")
     whole = run_ranks(steps, before, str(tmp_path), before, 0)
@@ -376,9 +373,6 @@ def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, 
     assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
 
 
-@pytest.mark.shows("bf16", "generate", "save_pretrained", "cp")
-@pytest.mark.shows("LoRA", "cp")
-@pytest.mark.shows("packed rows", "cp")
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
         "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
@@ -397,6 +391,5 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("compile", "cp")
 def test_compiled_blocks_share_rows():
     run_ranks(partial(rows_are_shared, "llama", "packed", LAYOUTS[0], compile="aot_eager"), 2)

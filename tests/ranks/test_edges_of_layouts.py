@@ -105,13 +105,6 @@ def masks_of_ones_own() -> None:
         same_gradients(shared("llama", CP), plain("llama"), **batch, attention_mask=own)
 
 
-def copies() -> None:
-    model, ids = shared("llama", CP), words(9)
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
-        same_gradients(each, plain("llama"), input_ids=ids, labels=ids)
-
-
 def routers_of_padded_rows() -> None:
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 7:] = 0
@@ -140,7 +133,7 @@ def real_weights_that_see_a_part() -> None:
 def test_what_usual_rows_do_not_show() -> None:
     cases = {"angles": partial(angles_that_follow_the_length, CP)}
     others = (
-        logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, copies, routers_of_padded_rows,
+        logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, routers_of_padded_rows,
         labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases | named(*others))

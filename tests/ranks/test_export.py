@@ -131,7 +131,6 @@ def states(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("name", [state.__name__ for state in STATES])
-@pytest.mark.shows("export", "FSDP2", "FSDP1")
 def test_a_state_becomes_the_files_that_its_training_writes(states: Path, tmp_path: Path, name: str) -> None:
     """To the bit, by one process, from what two ranks saved."""
     report = export_checkpoint(states / name / "state", tmp_path / "out", max_shard_size=SIZE, **OPTIONS.get(name, {}))
@@ -161,7 +160,6 @@ def _merge(adapter: Path, folder: Path, **options: Any) -> Any:
     return export_checkpoint(None, folder, adapter=adapter, **options)
 
 
-@pytest.mark.shows("export", "LoRA")
 def test_the_state_of_a_peft_model_becomes_its_adapter_and_is_merged(folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
     model: Any = get_peft_model(plain_model("llama", folders["llama"]), config)

@@ -481,8 +481,6 @@ WITH_FILES = named(parameters_and_files_are_plain, states_resume_to_the_bit, a_t
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(RARE_CASES, marks=pytest.mark.nightly)], ids=["usual", "rare"])
-@pytest.mark.shows("FP8 (emulated)", "FSDP2", "LoRA", "offload", "compile", "cp")
-@pytest.mark.shows("FP8 (emulated)", "QLoRA", refused=True)
 def test_two_ranks(folder: Path, tmp_path: Path, cases: dict[str, Any]) -> None:
     files = {} if cases is RARE_CASES else {name: partial(case, folder, tmp_path) for name, case in WITH_FILES.items()}
     run_ranks(run_cases, 2, {name: partial(case, folder) for name, case in cases.items()} | files)
@@ -510,7 +508,6 @@ SHARED_RARELY: dict[str, Any] = {
     ],
     ids=["usual", "rare", "four"],
 )
-@pytest.mark.shows("FP8 (emulated)", "tp", "ep")
 def test_layers_and_experts_shared_by_ranks(tmp_path: Path, size: int, cases: dict[str, Any]) -> None:
     llama(vocab_size=132, num_key_value_heads=2, hidden_size=32).save_pretrained(tmp_path / "narrow")
     run_ranks(run_cases, size, {name: partial(case, tmp_path) for name, case in cases.items()})
@@ -521,7 +518,6 @@ def test_one_rank(folder: Path) -> None:
     run_ranks(numerics_are_those_of_one_process, 1, folder)
 
 
-@pytest.mark.shows("FP8 (emulated)", "FSDP1", refused=True)
 def test_words(folder: Path) -> None:
     run_ranks(words_that_are_refused, 1, folder)
 
@@ -566,7 +562,6 @@ def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torc
 @pytest.mark.parametrize(
     ("size", "layouts"), [(3, [(1, False), (1, True)]), pytest.param(4, [(2, False)], marks=pytest.mark.nightly)]
 )
-@pytest.mark.shows("FP8 (emulated)", "HSDP")
 def test_uneven_shards_and_copies(folder: Path, size: int, layouts: list[tuple[int, bool]]) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""
     model = by_torchao()

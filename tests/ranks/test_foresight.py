@@ -88,7 +88,6 @@ def exchanged(name: str) -> Counter[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("name", marked(CASES))
-@pytest.mark.shows("memory estimate", "FSDP2")
 def test_the_peak_of_a_step_is_estimated(request, name):
     held, peak = requested(estimated_on_cpus(case_named(name), "tiny", 2))
     for found in measured(request, name):
@@ -96,7 +95,6 @@ def test_the_peak_of_a_step_is_estimated(request, name):
         assert found["held"] == pytest.approx(held, rel=1e-3)
 
 
-@pytest.mark.shows("memory estimate", "LoRA")
 def test_a_frozen_base_on_one_rank_is_used_where_it_lies():
     case = case_named("LoRA")
     (found,) = run_ranks(measure_all, 1, [case.name])
@@ -125,7 +123,6 @@ def test_what_blocks_keep_that_are_computed_again_is_estimated(request, name):
 
 
 @pytest.mark.parametrize("name", marked(STAYING))
-@pytest.mark.shows("memory estimate", "stays quantised")
 def test_what_weights_that_stay_quantised_take_is_estimated(request, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
@@ -163,7 +160,6 @@ def test_what_ranks_take_that_share_weights_as_stored_is_estimated(request, name
         assert found["peak"] == pytest.approx(peak, rel=5e-2)
 
 
-@pytest.mark.shows("memory estimate", "cp")
 def test_what_ranks_that_share_rows_take_is_estimated(real):
     """gloo lets go of what they exchange some time later, so that the peak has some hidden states more."""
     step = estimated_on_cpus(case_named(SHARED), "tiny", 2)
@@ -185,7 +181,6 @@ def test_what_ranks_that_share_rows_exchange_is_estimated():
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-@pytest.mark.shows("memory estimate", "tp", "ep")
 def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_estimated(real, name):
     """Bytes, of layers exactly; memory but for indices of tokens, and what autograd's DTensors hold a moment longer."""
     step = estimated_on_cpus(case_named(name), "tiny", 2)

@@ -250,7 +250,6 @@ def _loads_and_saves(folder, kinds, use_orig_params):
 
 
 @fast_and_nightly(lambda kinds, layouts: [("bert", layouts[0]), ("mixtral", layouts[1])], LOADED, LAYOUTS)
-@pytest.mark.shows("reads its own bytes", "save_pretrained", "FSDP1")
 def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, combinations):
     for kind, folder in folders.items():
         (tmp_path / kind).symlink_to(folder)
@@ -284,8 +283,6 @@ def hybrid_shards_load_train_and_save(folder):
     assert sum(wrote) == written.total_bytes and wrote[2] == wrote[3] == 0
 
 
-@pytest.mark.shows("losses of one process", "FSDP1")
-@pytest.mark.shows("LoRA", "FSDP1")
 def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
     cases = {
         f"{case.__name__} {original}": partial(case, original)

@@ -127,6 +127,5 @@ OTHERS = {"tokens": partial(tokens_are_those_of_one_process, OTHER_WAYS)}
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["usual", "others"])
-@pytest.mark.shows("generate", "FSDP2", "LoRA")
 def test_generation_on_shards(folders, cases):
     run_ranks(run_cases, 2, cases, folders["llama"])

@@ -1,6 +1,5 @@
 """What transformers, PEFT and users' scripts see of a sharded model: class names, methods, copies of it."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.sharding import fsdp2_internals
 from tests._checkpoints import assert_same_tensors, full_state, lora, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
-from tests.api import sharding_of
+from tests._training import ShardedTrainer, apart, arguments, full_parameters
 
 ROWS = torch.arange(8 * 12).reshape(8, 12) % 90
 
@@ -183,28 +181,6 @@ def images_and_texts_are_encoded_before_a_generation(folder: Path, encoded: Any 
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "after an error too"
 
 
-# ---- copies ----
-
-
-def a_copy_is_a_second_sharded_model(folder: Path) -> None:
-    model: Any = one_step(from_pretrained(folder))
-    twin = copy.deepcopy(model)
-    assert type(twin).__name__ == "LlamaForCausalLM" and num_units(twin) == num_units(model)
-    assert sharding_of(twin) == sharding_of(model)
-    before = full_parameters(twin)
-    assert apart(before, full_parameters(model)) == 0
-    one_step(model)
-    assert apart(before, full_parameters(twin)) == 0 < apart(before, full_parameters(model))
-    assert apart(full_parameters(one_step(twin)), full_parameters(model)) < 1e-7, "it trains as its original does"
-    twin.save_pretrained(folder / "twin")
-    dist.barrier()
-    assert apart(full_parameters(plain_model(folder / "twin")), full_parameters(twin)) == 0
-    adapted = from_pretrained(folder, peft_config=lora())
-    other = copy.deepcopy(adapted)
-    assert torch.equal(other(**batch_of(0)).logits, adapted(**batch_of(0)).logits)
-    assert not {id(p) for p in other.parameters()} & {id(p) for p in adapted.parameters()}
-
-
 OF_A_MODEL = (
     the_last_line_of_an_example_saves,
     an_adapter_saves_itself,
@@ -213,7 +189,6 @@ OF_A_MODEL = (
     tokens_are_added_by_the_models_own_method,
     a_plain_state_dict_is_loaded_into_the_shards,
     images_and_texts_are_encoded_before_a_generation,
-    a_copy_is_a_second_sharded_model,
 )
 
 

@@ -269,7 +269,6 @@ OTHERS = {
     [(1, {"alone": alone}), (3, ON_THREE), (4, ON_FOUR), pytest.param(4, OTHERS, marks=pytest.mark.nightly)],
     ids=["alone", "on three", "on four", "others"],
 )
-@pytest.mark.shows("live weights", "FSDP2", "HSDP", "FSDP1", "LoRA", "stays quantised", "tp", "ep")
 def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(ranks, cases, folders, tmp_path):
     run_ranks(run_cases, ranks, cases, folders, tmp_path)
 

@@ -110,7 +110,6 @@ OTHERWISE: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.shows("reads its own bytes", "HSDP", "offload")
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(run_cases, 4, OTHERWISE, folders, tmp_path)
 

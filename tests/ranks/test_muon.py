@@ -314,8 +314,6 @@ OTHERS = ("modes",)
 RARE_OTHERS = ("AdamW8bit", "AdamW4bit", "schedulefree")
 
 
-@pytest.mark.shows("Muon", "FSDP2")
-@pytest.mark.shows("Muon", "FSDP1", "LoRA", refused=True)
 def test_steps_and_states_on_two_and_three_ranks(checkpoints, tmp_path):
     cases = {name: partial(stepped, name) for name in NAMES[2] if name not in RARE}
     cases |= {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
@@ -336,7 +334,6 @@ def test_steps_and_states_on_two_and_three_ranks(checkpoints, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "names"), [(4, NAMES[4]), *(pytest.param(LAYOUTS[n][0], [n], marks=pytest.mark.nightly) for n in RARE)]
 )
-@pytest.mark.shows("Muon", "HSDP", "tp", "ep")
 def test_steps_on_other_layouts(ranks, names, checkpoints, tmp_path):
     if ranks == 4:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")

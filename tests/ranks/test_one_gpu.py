@@ -451,8 +451,6 @@ def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
 
 
 @on_each
-@pytest.mark.shows("bf16", "resumed states", "offload")
-@pytest.mark.shows("LoRA", "offload")
 def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["llama"]
     (adapted,) = run_ranks(_adapted_and_offloaded, 1, folder, tmp_path / "expected")

@@ -163,7 +163,6 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
 @pytest.mark.parametrize(
     "kinds", [("full",), pytest.param(("lora", "adapted"), marks=pytest.mark.nightly)], ids=["usual", "rare"]
 )
-@pytest.mark.shows("GRPO", "FSDP2", "LoRA")
 def test_grpo_equals_trl_on_one_process(folders, tmp_path, kinds):
     cases = {kind: partial(grpo, kind) for kind in kinds}
     (expected,) = run_ranks(run_cases, 1, cases, folders["llama"], tmp_path / "one", False)

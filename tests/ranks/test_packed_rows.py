@@ -185,8 +185,6 @@ def others_stay_as_they_are():
     )
 
 
-@pytest.mark.shows("activation checkpointing", "packed rows")
-@pytest.mark.shows("bf16", "packed rows")
 def test_gradients_are_those_of_masks():
     kinds = {"llama": {"activation_checkpointing": True}, "gemma3_text": {}, "deepseek_v3": {}, "llama4_text": {}}
     cases = {kind: partial(gradients_are_those_of_masks, kind, **options) for kind, options in kinds.items()}

@@ -228,7 +228,6 @@ def _faulty(folder, kind, names):
         *(pytest.param(kind, list(faults), marks=pytest.mark.nightly) for kind, (_, faults, _) in KINDS.items()),
     ],
 )
-@pytest.mark.shows("hf-fsdp prove", "tp")
 def test_each_kind_of_fault_is_found(tmp_path, kind, names):
     config, faults, _ = KINDS[kind]
     _case(tmp_path, config, ParallelDims(**{kind: 2}))
@@ -356,8 +355,6 @@ def _run(capfd, *words):
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, tp 2", "LoRA, ep 2", "HSDP"],
 )
-@pytest.mark.shows("hf-fsdp prove", "HSDP", "FSDP1", "LoRA", "ep", "cp")
-@pytest.mark.shows("activation checkpointing", "LoRA")
 def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, said = _run(capfd, tmp_path, "--json", *words)

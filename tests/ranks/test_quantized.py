@@ -97,7 +97,6 @@ def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> N
     ("ranks", "combinations"),
     [(3, FAST[::3]), *(pytest.param(ranks, EVERY, marks=pytest.mark.nightly) for ranks in (2, 3))],
 )
-@pytest.mark.shows("reads its own bytes", "QLoRA")
 def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks, combinations):
     """The same holds for a transposed weight and a tied head."""
     config = GPT2Config(vocab_size=131, n_embd=64, n_inner=192, n_layer=2, n_head=4, n_positions=64)
@@ -139,7 +138,6 @@ def stored(folder: Path, saved: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.shows("save_pretrained", "QLoRA")
 def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nested):
     folder, saved = small_llama(tmp_path / "llama"), tmp_path / "saved"
     quantised = plain(folder, four_bits(bnb_4bit_use_double_quant=nested), dtype=torch.bfloat16)
@@ -219,7 +217,6 @@ def under_the_trainer(folder: Path, output: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("QLoRA", "compile")
 def test_compiled_blocks_train_added_tokens_as_on_one_process(tmp_path):
     folder = small_llama(tmp_path / "llama")
     (alone,) = run_ranks(grown, 1, {"backend": "aot_eager"}, folder, tmp_path)
@@ -227,8 +224,6 @@ def test_compiled_blocks_train_added_tokens_as_on_one_process(tmp_path):
         torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
 
 
-@pytest.mark.shows("losses of one process", "activation checkpointing", "bf16", "QLoRA")
-@pytest.mark.shows("QLoRA", "HSDP")
 def test_steps_of_qlora_equal_those_of_one_process(tmp_path):
     folder = small_llama(tmp_path / "llama")
     torch.manual_seed(0)

@@ -92,7 +92,6 @@ def same_as_plain(name: str, way: str, folder: Path, **options: Any) -> None:
 
 
 @fast_and_nightly(lambda options, ways: in_turn(options[:3], [ways[1], *ways[3:5]]), list(OPTIONS), list(WAYS))
-@pytest.mark.shows("offloaded or chosen checkpointing", "FSDP2", "LoRA", "compile")
 def test_values_are_those_of_a_plain_run(llama, combinations):
     run_ranks(run_cases, 2, {", ".join(each): partial(same_as_plain, *each) for each in combinations}, llama)
 
@@ -122,7 +121,6 @@ def in_copies(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("offloaded or chosen checkpointing", "HSDP")
 def test_values_are_those_of_a_plain_run_in_copies_of_the_model(llama):
     run_ranks(in_copies, 4, llama)
 

@@ -52,9 +52,6 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.shows("moving averages", "FSDP1", refused=True)
-@pytest.mark.shows("FSDP1", "tp", "cp", "ep", refused=True)
-@pytest.mark.shows("QLoRA", "tp", refused=True)
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "llama")
     make_quantized("fp8", tmp_path / "fp8")

@@ -153,7 +153,6 @@ def rows_of_later_epochs_come_in_their_order(source, folder):
     assert [rows[:-1] for rows in run(12).values()] == [whole[2][:-1]]
 
 
-@pytest.mark.shows("resumed states", "FSDP2")
 @pytest.mark.parametrize("route", [ROUTES[1], pytest.param(ROUTES[0], marks=pytest.mark.nightly)])
 def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path, route):
     saved, _ = run_ranks(_in_this_world, 2, *route, checkpoints, tmp_path)
@@ -448,7 +447,5 @@ def fsdp1_saves_an_adapter(sources, out):
 OTHERS = (adapted, sharded_elsewhere, fsdp1_resumes_saves_and_generates, fsdp1_saves_an_adapter)
 
 
-@pytest.mark.shows("generate", "FSDP1")
-@pytest.mark.shows("resumed states", "FSDP1", "LoRA")
 def test_models_sharded_elsewhere_adapted_or_under_fsdp1_are_resumed_and_saved_whole(checkpoints, tmp_path):
     run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)

@@ -73,7 +73,6 @@ def load_and_save(kinds: list[str], folders: dict[str, Path], root: Path) -> lis
 
 
 @pytest.mark.parametrize("kinds", [["tied", "deepseek_v3"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
-@pytest.mark.shows("save_pretrained", "reads its own bytes", "FSDP2")
 def test_every_kind_is_loaded_and_saved_as_it_was(kinds: list[str], folders: dict[str, Path], tmp_path: Path) -> None:
     """On 3 ranks, of which some hold nothing of a tensor; `test_round_trip.py` has more kinds, on 2."""
     per_rank = run_ranks(load_and_save, 3, kinds, folders, tmp_path)
@@ -121,7 +120,6 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     return reports
 
 
-@pytest.mark.shows("save in the background", "save_pretrained", "HSDP")
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)

@@ -214,8 +214,6 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
         model(**steps[0][dist.get_rank()])
 
 
-@pytest.mark.shows("ranks that differ", "FSDP2")
-@pytest.mark.shows("ranks that differ", "tp", "ep", refused=True)
 @pytest.mark.parametrize(
     ("kinds", "frozen"),
     [

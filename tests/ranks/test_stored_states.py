@@ -162,7 +162,6 @@ def test_a_state_in_a_store_is_resumed_to_the_bit(
 
 
 @pytest.mark.nightly
-@pytest.mark.shows("save in the background", "LoRA")
 def test_other_states_and_what_is_refused(server: Server, folders: dict[str, Path], saved: Any, tmp_path: Path) -> None:
     cases = (an_adapter_from_copies_on_disks, bad_names, damaged)
     run_ranks(on_ranks, 2, server.url, cases, folders, tmp_path)

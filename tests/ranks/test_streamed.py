@@ -319,7 +319,6 @@ ORDERS = (
 )  # fmt: skip
 
 
-@pytest.mark.shows("losses of one process", "gradient accumulation", "clipping", "LoRA", "offload")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_step_on_a_thread_equals_one_that_is_waited_for(ranks: int) -> None:
     for found in run_ranks(results, ranks):

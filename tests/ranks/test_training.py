@@ -103,7 +103,6 @@ def _both_hosts(mixed: str, dtype: torch.dtype | None, folder: Path, out: Path) 
     return _loop(folder, mixed, dtype), _trainer(folder, out, mixed, dtype)
 
 
-@pytest.mark.shows("bf16", "losses of one process", "FSDP2")
 def test_three_steps_under_both_hosts_equal_one_process_in_every_precision(folders, tmp_path):
     dtypes = {name: (masters, compute) for name, (_, _, masters, compute) in PRECISIONS.items()}
     alone = {name: with_rounding(partial(_by_hand, folders["llama"], *each)) for name, each in dtypes.items()}
@@ -355,7 +354,6 @@ ACCUMULATED: dict[str, Any] = {
 }
 
 
-@pytest.mark.shows("gradient accumulation", "FSDP2")
 @pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_gradients_are_clipped_and_accumulated_as_on_one_process(folders, tmp_path, which):
     folder = folders["llama"]
@@ -421,8 +419,6 @@ def _compiled_as_a_whole(folder: Path, out: Path) -> None:
         accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
 
 
-@pytest.mark.shows("activation checkpointing", "FSDP2")
-@pytest.mark.shows("activation checkpointing", "generate", "losses of one process", "save_pretrained", "compile")
 def test_activations_are_recomputed_once_by_one_switch_and_blocks_are_compiled_in_place(folders, tmp_path):
     cases = {
         "Trainer, FSDP's": partial(_checkpointed_by_the_trainer, True, False),
@@ -480,8 +476,6 @@ def _steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any, ...
     return losses, weights
 
 
-@pytest.mark.shows("clipping", "FSDP2", "offload")
-@pytest.mark.shows("generate", "losses of one process", "save_pretrained", "offload")
 def test_what_reads_a_model_between_steps_changes_nothing(folders, tmp_path):
     losses, _, weights = _by_hand(folders["tied"])
     kinds = {"quiet": (False, False), "busy": (True, False), "busy, offloaded": (True, True)}
@@ -515,7 +509,6 @@ def _replicas(folder, shards):
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.nightly)])
-@pytest.mark.shows("losses of one process", "HSDP")
 def test_three_steps_of_hybrid_sharding_equal_one_process(folders, shards):
     losses, _, weights = _by_hand(folders["tied"], ranks=2 * shards)
     for found in run_ranks(_replicas, 2 * shards, folders["tied"], shards):

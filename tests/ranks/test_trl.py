@@ -173,7 +173,6 @@ def dpo_alone(checkpoints, tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "others"])
-@pytest.mark.shows("DPO", "FSDP2", "cp")
 def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tmp_path, fast):
     every = ((task, route) for task in SOURCES for route in _routes(task))
     pairs = [pair for pair in every if (", ".join(pair) in FAST) == fast]

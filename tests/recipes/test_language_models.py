@@ -173,7 +173,6 @@ def test_an_adapter_on_a_base_in_4_bits(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "qlora")) == opened.config.vocab_size
 
 
-@pytest.mark.shows("resumed states", "packed rows")
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series):
     series.check_resumed("stream")
     assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of("stream-resumed"), flags=re.M)

@@ -92,7 +92,6 @@ def make_plain(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", runs_of([*ON_FLOATS, *OTHERS]))
-@pytest.mark.shows("DPO", "gradient accumulation", "stays quantised")
 def test_a_base_that_stays_quantised_trains_as_its_floats(series, name):
     """Bit for bit; gradients of adapters on experts that run one by one may round the last bit, which AdamW divides."""
     rounded = 1e-4 if name == "mxfp4" else 0.0

@@ -98,7 +98,6 @@ def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
 
 
-@pytest.mark.shows("DPO", "LoRA")
 def test_dpo_learns_the_preferences_and_an_adapter_is_its_own_reference(runs):
     losses = runs.log("dpo", "eval_loss")
     assert losses[0] == NO_PREFERENCE and losses[-1] < 0.45
@@ -112,7 +111,6 @@ def test_dpo_learns_the_preferences_and_an_adapter_is_its_own_reference(runs):
         runs.check_opened(name, hf.AutoModelForCausalLM.from_pretrained(runs.folder / folder))
 
 
-@pytest.mark.shows("DPO", "compile")
 def test_prompts_within_answers_a_precomputed_reference_and_compiled_blocks_change_nothing(runs):
     assert runs.log("precomputed", "loss") == pytest.approx(runs.log("dpo", "loss")[:2], rel=1e-5)
     assert "compiled: model.layers.0 model.layers.1\n" in runs.of("precomputed")

@@ -83,7 +83,7 @@ BESIDE = (
     "test_opening",
     "test_phases",
 )
-BESIDE += ("test_certificates", "test_gpu_plan", "test_space", "test_support")
+BESIDE += ("test_certificates", "test_gpu_plan", "test_space")
 """Tests of core and more, or whose helpers need more."""
 
 

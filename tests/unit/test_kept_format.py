@@ -106,7 +106,6 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(theirs: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", ["fp8 experts", pytest.param("fp8 of 128 x 128", marks=pytest.mark.nightly)])
-@pytest.mark.shows("export", "stays quantised")
 def test_a_merged_base_keeps_its_format(made: Made, tmp_path: Path, kind: str) -> None:
     """What no adapter changes has the stored bytes; the rest is, for transformers, as far from the merged floats as the
     report says."""

@@ -47,7 +47,6 @@ def logits_of(one: SimpleNamespace, *documents: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.shows("losses of one process", "packed rows")
 def test_a_document_has_the_logits_that_it_has_alone(attention):
     one = trainer("llama", attn_implementation=attention)
     before, document, after = list(range(3, 12)), list(range(40, 55)), list(range(90, 101))
