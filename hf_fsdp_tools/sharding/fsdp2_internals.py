@@ -683,7 +683,8 @@ def release(model: nn.Module) -> None:
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
 
-    Hooks are not copied, nor handles of hooks, as transformers keeps them for inputs that need gradients.
+    Hooks are not copied, but those by which transformers notes hidden states, which a flag of the model says are there;
+    nor handles of hooks, as transformers keeps them for inputs that need gradients.
     """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
@@ -694,6 +695,9 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(value[0] if isinstance(value, list) and value else value, RemovableHandle):
             own.remove(key)
     twin.__dict__.update(fresh)
+    for key, hook in module._forward_hooks.items():
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+            twin._forward_hooks[key] = hook
     with replaced(*module.parameters(), grad=None):  # gradients are not copied; those of DTensors cannot be
         for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
             twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
