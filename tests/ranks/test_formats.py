@@ -1,14 +1,10 @@
 """Other formats than the hub's on real ranks: what is loaded equals what was saved, and a rank reads its own share."""
 
-import os
-import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -17,7 +13,6 @@ from hf_fsdp_tools import CheckpointError, from_pretrained
 from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import assert_same_model, full, loaded, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
-from tests.api import METADATA
 from tests.ranks.test_load import last_even_dim
 
 KINDS = ("deepseek_v3",)
@@ -91,45 +86,7 @@ def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -
     assert full(headed.score.weight).std() > 0
 
 
-def break_dcp(folder: Path, root: Path) -> None:
-    for name in BROKEN:
-        shutil.copytree(folder, root / name)
-    (root / "code" / METADATA).write_bytes(pickle.dumps({"a": Path.touch}))
-    files = {name: max((root / name).glob("*.distcp"), key=lambda f: f.stat().st_size) for name in BROKEN}
-    os.truncate(files["short"], files["short"].stat().st_size // 2)
-    files["absent"].unlink()
-    files["zeros"].write_bytes(bytes(files["zeros"].stat().st_size))
-    metadata = pickle.loads((folder / METADATA).read_bytes())
-    place = next(info for index, info in metadata.storage_data.items() if "embed" in index.fqn)
-    place.relative_path = "../other"
-    (root / "outside" / METADATA).write_bytes(pickle.dumps(metadata))
-    metadata = pickle.loads((folder / METADATA).read_bytes())
-    metadata.state_dict_metadata["lm_head.weight"].chunks.pop()
-    (root / "hole" / METADATA).write_bytes(pickle.dumps(metadata))
-
-
-BROKEN = {
-    "code": "nothing that DCP writes",
-    "short": "bytes long, but .* is at bytes .*The checkpoint is not complete",
-    "absent": "is not there, but",
-    "zeros": r"distcp: '.*' at byte \d+: .*is no archive as torch.save writes it",
-    "hole": r"chunks of 'lm_head.weight' \[131, 48\] leave something out.*save it again",
-    "outside": r"names '\.\./other', expected a file of the folder",
-}
-
-
-def broken_folders(folders: dict[str, Path], root: Path) -> None:
-    if dist.get_rank() == 0:
-        break_dcp(root / "plain", root / "broken")
-    dist.barrier()
-    for name, said in BROKEN.items():
-        model = sharded_meta_model("llama", folders["llama"])
-        with pytest.raises(CheckpointError, match=f"(?s){said}"):
-            load_weights(model, root / "broken" / name)
-        assert all(p.is_meta for p in model.parameters())
-
-
-WAYS = (saved_by_dcp, saved_in_columns, into_the_base_model_and_another_head, broken_folders, saved_by_pickle)
+WAYS = (saved_by_dcp, saved_in_columns, into_the_base_model_and_another_head, saved_by_pickle)
 
 
 @pytest.mark.parametrize(

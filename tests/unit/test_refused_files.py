@@ -44,7 +44,7 @@ Damage = Callable[[Path], object]
 """What is done to a folder, in which the test is alone; or to a copy of a good one."""
 
 MOST_CHARACTERS = 1500
-INDEX = "model.safetensors.index.json"
+INDEX, HEAD = "model.safetensors.index.json", "model.lm_head.weight"
 
 
 def text(name: str, content: str | bytes) -> Damage:
@@ -92,14 +92,44 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def use(folder: Path) -> None:
     """Open, build and load, as `from_pretrained` does."""
     checkpoint = open_checkpoint(folder)
-    load_weights(build_meta_model(checkpoint.config), checkpoint.index)
+    model = build_meta_model(checkpoint.config)
+    try:
+        load_weights(model, checkpoint.index)
+    except FSDPToolsError:
+        assert all(parameter.is_meta for parameter in model.parameters())
+        raise
 
 
-def place_that_is_a_text(folder: Path) -> None:
-    content: Metadata = pickle.loads((folder / METADATA).read_bytes())
-    place = next(place for key, place in content.storage_data.items() if key.fqn == "model.lm_head.weight")
-    place.offset = "7"
-    (folder / METADATA).write_bytes(pickle.dumps(content))
+def metadata(change: Callable[[Metadata, Any], object]) -> Damage:
+    """Of a folder of DCP; the second argument is the place of the head's tensor."""
+
+    def damage(folder: Path) -> None:
+        content: Metadata = pickle.loads((folder / METADATA).read_bytes())
+        change(content, next(place for key, place in content.storage_data.items() if key.fqn == HEAD))
+        (folder / METADATA).write_bytes(pickle.dumps(content))
+
+    return damage
+
+
+def place(**changed: str) -> Damage:
+    return metadata(lambda _, place: vars(place).update(changed))
+
+
+def without_chunks(content: Metadata, _: Any) -> None:
+    content.state_dict_metadata[HEAD].chunks.pop()
+
+
+def halved(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def zeroed(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def chunks(change: Callable[[Path], object]) -> Damage:
+    """The file of a folder of DCP that has the tensors."""
+    return lambda folder: change(next(folder.glob("*.distcp")))
 
 
 def without_one_of_four(folder: Path) -> None:
@@ -112,21 +142,28 @@ def two_too_short(folder: Path) -> None:
         os.truncate(file, file.stat().st_size - 1)
 
 
+NO_ROPE = {"rope_type": "nonsense", "rope_theta": 1e4}
 NESTED = '{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 COPIES: dict[str, tuple[str, Damage, str]] = {
     "config nested deeply": ("files", text("config.json", NESTED), r"config\.json: is not valid JSON: Recur"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
-    "unknown rope": (
-        "files",
-        config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
-        r"configuration of .*'nonsense'.*config\.json",
-    ),
+    "unknown rope": ("files", config(rope_parameters=NO_ROPE), r"configuration of .*'nonsense'.*config\.json"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
     "generation config a list": ("files", text("generation_config.json", "[]"), r"_config\.json: expected .*und \[\]"),
-    "a place that is a text": ("dcp", place_that_is_a_text, r"\.metadata: is not as DCP writes it: .*Save it again"),
+    "a place that is a text": ("dcp", place(offset="7"), r"\.metadata: is not as DCP writes it: .*Save it again"),
+    "a place outside": ("dcp", place(relative_path="../other"), r"names '\.\./other', expected a file of the folder"),
+    "a chunk too few": (
+        "dcp",
+        metadata(without_chunks),
+        r"chunks of .* \[131, 48\] leave something out.*save it again",
+    ),
+    "code in DCP": ("dcp", text(METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
+    "chunks too short": ("dcp", chunks(halved), "bytes long, but .* is at bytes .*The checkpoint is not complete"),
+    "no chunks": ("dcp", chunks(Path.unlink), "is not there, but"),
+    "chunks of zeros": ("dcp", chunks(zeroed), r"distcp: '.*' at byte \d+: .*is no archive as torch.save writes it"),
     "weights out of the folder": (
         "files",
-        config(transformers_weights="../other/model-00002-of-00004.safetensors"),
+        config(transformers_weights="../x.safetensors"),
         "expected a file inside the folder",
     ),
     "a file too few": ("files", without_one_of_four, r"3 of 4 files model-\*-of-00004.safetensors and no index"),
@@ -185,10 +222,7 @@ ADAPTERS: dict[str, tuple[Damage, str]] = {
     "unknown type": (adapter_config(peft_type="EVIL"), r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'"),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
     "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),
-    "a module to import": (
-        adapter_config(megatron_config={}, megatron_core="os"),
-        r"megatron_core is 'os', expected '",
-    ),
+    "a module to import": (adapter_config(megatron_config={}, megatron_core="os"), "megatron_core is 'os', expected"),
     "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: missing \)"),
     "a rank of 10^9": (adapter_config(r=10**9), r"a dimension is 1000000000, and adapter_model\.safe.* holds"),
     "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
@@ -286,8 +320,8 @@ def of_tool(*names: str) -> Damage:
     return make
 
 
+TWO_OF_ONE_NAME = [text(name, GOOD) for name in NAMES.values()]
 TWICE = b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
-MLX = '{"fine_tune_type": "lora", "model": "base", "num_layers": 2}'
 NO_WEIGHTS = r"No weights in .*"
 NEMO = f"{NO_WEIGHTS}folder 'model' inside, as NeMo AutoModel's are"
 FOLDERS: dict[str, tuple[Damage, str]] = {
@@ -311,21 +345,15 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
     "a link to itself": (linked("x.safetensors"), "Cannot read"),
     "terabytes": (sparse("x.safetensors", 2**43), r"x\.safetensors: cannot be (read|mapped)"),
     "one key in two files": (
-        all_of(text("x.safetensors", GOOD), text("y.safetensors", GOOD)),
-        r"y\.safetensors: holds 'a', which x\.safetensors holds too; keep one",
+        all_of(*TWO_OF_ONE_NAME),
+        "y.safetensors: holds 'a', which x.safetensors holds too; keep one",
     ),
     "no folder": (lambda folder: folder.rmdir(), r"No such folder.*Give a folder"),
     "nothing": (lambda folder: None, rf"{NO_WEIGHTS}found nothing.*Give the folder"),
     "a config": (text("config.json", "{}"), rf"{NO_WEIGHTS}found config\.json"),
     "chunks without metadata": (of_tool("__0_0.distcp"), r"found __0_0.distcp. Its \.metadata is missing: copy it too"),
-    "verl": (
-        of_tool("model_world_size_2_rank_0.pt", "fsdp_config.json", "huggingface/config.json"),
-        f"{NO_WEIGHTS}verl.model_merger merge",
-    ),
-    "DeepSpeed": (
-        of_tool("latest", "zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt"),
-        rf"{NO_WEIGHTS}zero_to_fp32\.py \. OUT",
-    ),
+    "verl": (of_tool("model_world_size_2_rank_0.pt", "huggingface/config.json"), f"{NO_WEIGHTS}verl.model_merger m"),
+    "DeepSpeed": (of_tool("latest", "zero_to_fp32.py", "global_step3/a.pt"), rf"{NO_WEIGHTS}zero_to_fp32\.py \. OUT"),
     "NeMo": (of_tool("model/model.safetensors", "optim/.metadata"), NEMO),
     "NeMo's DCP": (of_tool("model/.metadata", "model/__0_0.distcp"), NEMO),
     "GGUF": (of_tool("model.gguf"), f"{NO_WEIGHTS}gguf_file=name"),
@@ -357,6 +385,9 @@ def tensor_in_pickle(*shape: int, strides: bytes) -> bytes:
     return b"}X\1\0\0\0a" + call + b"ccollections\nOrderedDict\n)RtRs"
 
 
+BACKWARDS = tensor_in_pickle(2, 3, strides=b"J\xfd\xff\xff\xffK\1")
+
+
 def pickled(content: bytes, **records: bytes) -> Damage:
     def make(folder: Path) -> None:
         with zipfile.ZipFile(folder / "x.bin", "w") as archive:
@@ -366,8 +397,12 @@ def pickled(content: bytes, **records: bytes) -> Damage:
     return make
 
 
-def saved(content: Callable[[Path], Any], **options: Any) -> Damage:
-    return lambda folder: torch.save(content(folder), folder / "x.bin", **options)
+def saved(content: Any, name: str = "x.bin", **options: Any) -> Damage:
+    return lambda folder: torch.save(content, folder / name, **options)
+
+
+def saved_code(folder: Path, name: str = "x.bin") -> None:
+    torch.save(ONES | {"b": Runs(folder / "ran")}, folder / name)
 
 
 def rezipped(method: int = zipfile.ZIP_STORED, before: bytes = b"", **changed: bytes) -> Damage:
@@ -381,22 +416,23 @@ def rezipped(method: int = zipfile.ZIP_STORED, before: bytes = b"", **changed: b
     return make
 
 
-def read_safely(folder: Path) -> None:
-    load_pickled(folder / "x.bin", safe=TORCH_SAFE_GLOBALS)
-
-
 def check_state(folder: Path) -> None:
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
     if found := _problem_of_state(folder, args):
         raise CheckpointError(f"{folder} {found}")
 
 
-def parsed(folder: Path) -> None:
-    parse_pickled(folder / "x.bin")
+def of(name: str, read: Callable[[Path], object]) -> Callable[[Path], object]:
+    """What reads that file of a folder."""
+    return lambda folder: read(folder / name)
 
 
-def translated(folder: Path) -> None:
-    LaunchConfig.translate_file(folder / "c.yaml")
+parsed, read_safely = of("x.bin", parse_pickled), of("x.bin", partial(load_pickled, safe=TORCH_SAFE_GLOBALS))
+translated, checked = of("c.yaml", LaunchConfig.translate_file), of("c.yaml", LaunchConfig.check_file)
+
+
+def of_llama(**sizes: int) -> Damage:
+    return text("config.json", json.dumps({"model_type": "llama"} | sizes))
 
 
 def yaml(content: str) -> Damage:
@@ -408,80 +444,48 @@ def manifest_of_names_without_end(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"format": 1, "ranks": 1, "files": files}))
 
 
-DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+ONES, OLDER = {"a": torch.ones(2)}, {"_use_new_zipfile_serialization": False}
+HISTORY = '{"global_step": 3, "log_history": [5]}'
+MLX = '{"fine_tune_type": "lora", "model": "base", "num_layers": 2}'
+OF_MLX = text("adapter_config.json", MLX), text("adapters.safetensors", "")
+DEEPSPEED = yaml("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
 FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
-    "an older format": (
-        saved(lambda _: {"a": torch.ones(2)}, _use_new_zipfile_serialization=False),
-        parsed,
-        r"is no archive as torch\.save writes it.*torch\.save\(torch\.load",
-    ),
-    "code": (
-        saved(lambda folder: {"a": torch.ones(2), "b": Runs(folder / "ran")}),
-        parsed,
-        "could run code, so it was not opened .*GLOBAL.*allow its classes.*Convert weights to safetensors",
-    ),
-    "expanded": (saved(lambda _: {"a": torch.ones(3).expand(4, 3)}), parsed, "'a' is an expanded .*contiguous"),
-    "a number": (saved(lambda _: {"a": torch.ones(3), "epoch": 3}), parsed, r"no tensors: 'epoch' \(int\); ex"),
+    "an older format": (saved(ONES, **OLDER), parsed, r"no archive as torch\.save writes it.*torch\.save\(torch\.load"),
+    "code": (saved_code, parsed, "could run code, so it was not opened .*GLOBAL.*allow its classes.*to safetensors"),
+    "expanded": (saved({"a": torch.ones(3).expand(4, 3)}), parsed, "'a' is an expanded .*contiguous"),
+    "a number": (saved(ONES | {"epoch": 3}), parsed, r"no tensors: 'epoch' \(int\); ex"),
     "big-endian": (rezipped(byteorder=b"big"), parsed, "big"),
     "a pipe": (pipe("x.bin"), parsed, "is no regular file"),
     "compressed": (rezipped(zipfile.ZIP_DEFLATED), parsed, "is compressed, expected"),
-    "a stride below 0": (
-        pickled(tensor_in_pickle(2, 3, strides=b"J\xfd\xff\xff\xffK\1"), **{"data/0": bytes(24)}),
-        parsed,
-        r"a size or stride below 0",
-    ),
+    "a stride below 0": (pickled(BACKWARDS, **{"data/0": bytes(24)}), parsed, "a size or stride below 0"),
     "a large byte order": (pickled(b"}", byteorder=bytes(10**8 + 1)), parsed, "has 100,000,001 bytes, and is"),
     "an archive behind others": (rezipped(before=b"0"), parsed, "has bytes in front of its archive"),
     "GGUF itself": (
-        text("model.gguf", b"GGUF\x03\0\0\0"),
-        lambda folder: CheckpointIndex.open(folder / "model.gguf"),
-        r"is a file of GGUF.*gguf_file=name",
+        text("x.gguf", b"GGUF\x03\0\0\0"),
+        of("x.gguf", CheckpointIndex.open),
+        "file of GGUF.*gguf_file=name",
     ),
-    "MLX": (
-        all_of(text("adapter_config.json", MLX), text("adapters.safetensors", "")),
-        from_pretrained,
-        r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE",
-    ),
-    "no subfolder": (
-        text("config.json", "{}"),
-        lambda folder: CheckpointIndex.open(folder, subfolder="inner"),
-        "No such folder",
-    ),
+    "MLX": (all_of(*OF_MLX), from_pretrained, r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE"),
+    "no subfolder": (text("config.json", "{}"), partial(CheckpointIndex.open, subfolder="inner"), "No such folder"),
     "a manifest that is a pipe": (pipe(MANIFEST), read_manifest, "is no regular file"),
     "a manifest of names without end": (manifest_of_names_without_end, read_manifest, "is no list of at most 200,000"),
-    "a history of numbers": (
-        text("trainer_state.json", '{"global_step": 3, "log_history": [5]}'),
-        check_state,
-        r"\(log_history is \[5\]\)",
-    ),
-    "a billion labels": (
-        text("config.json", '{"model_type": "llama", "num_labels": 1000000000}'),
-        open_checkpoint,
-        "'num_labels' is 1000000000, expected at most 1,000,000",
-    ),
+    "a history of numbers": (text("trainer_state.json", HISTORY), check_state, r"\(log_history is \[5\]\)"),
+    "a billion labels": (of_llama(num_labels=10**9), open_checkpoint, "'num_labels' is 1000000000, expected at most"),
     "fewer layers than none": (
-        text("config.json", '{"model_type": "llama", "num_hidden_layers": -1}'),
+        of_llama(num_hidden_layers=-1),
         open_checkpoint,
-        "'num_hidden_layers' is -1, expected at most 10,000 and none",
+        "_layers' is -1, expected at most 10,000",
     ),
     "a scheduler of another kind": (
-        lambda folder: torch.save([1], folder / "scheduler.bin"),
+        saved([1], "scheduler.bin"),
         refuse_damage,
-        r"scheduler\.bin: holds a list, expected a dict",
+        r"scheduler\.bin: holds a list, expected",
     ),
     **{
-        f"code in {name}": (
-            lambda folder, name=name: torch.save(Runs(folder / "ran"), folder / name),
-            refuse_damage,
-            f"{name}: .*could run code",
-        )
+        f"code in {name}": (partial(saved_code, name=name), refuse_damage, f"{name}: .*could run code")
         for name in ("scheduler.pt", "rng_state.pth")
     },
-    "YAML of a megabyte": (
-        yaml("a: 1\n" * 250_000),
-        lambda folder: LaunchConfig.check_file(folder / "c.yaml"),
-        "is 1,250,000 bytes long",
-    ),
+    "YAML of a megabyte": (yaml("a: 1\n" * 250_000), checked, "is 1,250,000 bytes long"),
     **{
         f"YAML with {name}": (yaml(content), translated, rf"c\.yaml.*{said}")
         for name, content, said in (
@@ -497,7 +501,7 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
     },
     "a config that is a pipe": (pipe("c.yaml"), translated, "is no regular file"),
     "DeepSpeed's file without end": (
-        all_of(sparse("ds.json", 2**40), yaml(DEEPSPEED)),
+        all_of(sparse("ds.json", 2**40), DEEPSPEED),
         translated,
         "is 1,099,511,627,776 bytes long",
     ),
@@ -514,10 +518,7 @@ PICKLES = {
     "gigabytes in a list": (b"c__builtin__\nbytearray\n]J\xff\xff\xff\x7faR", "bytearray is called otherwise than"),
     "a slow codec": (b"c_codecs\nencode\nX\1\0\0\0aX\x08\0\0\0punycode\x86R", "encode is called otherwise than"),
     "a memo of gigabytes": (b"Nr\xff\xff\xff\x7f", "place 2,147,483,647 of its memo is beyond its end"),
-    "many dimensions": (
-        b"ctorch._utils\n_rebuild_tensor_v2\nN(" + b"K\1" * 99 + b"t\x86R",
-        "or more than 64 dimensions",
-    ),
+    "many dimensions": (b"ctorch._utils\n_rebuild_tensor_v2\nN(" + b"K\1" * 99 + b"t\x86R", "more than 64 dimensions"),
     "nothing on the stack": (b"(\x86", "takes values from where there are none"),
 }
 """Pickles that torch's restricted unpickler, and that of DCP's metadata, would not be done with."""
