@@ -1,7 +1,6 @@
 """A load that fails ends on every rank with the same error, and what it leaves cannot be used by mistake."""
 
 import os
-import re
 import shutil
 import threading
 import time
@@ -14,14 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, save_pretrained
 from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
-from tests._checkpoints import full_state, refusal, sharded_meta_model, stored_tensors
+from tests._checkpoints import full_state, refusal, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests.api import all_ranks, load_weights_fsdp1, wrap_fsdp1
 
@@ -163,40 +161,3 @@ FAILURES = (
 
 def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: Path, tmp_path: Path) -> None:
     run_ranks(run_cases, 2, FAILURES, Path(shutil.copytree(llama, tmp_path / "llama")))
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ("some", r"quantised \(some\); it cannot be dequantised shard by shard: no rule is known"),
-        (None, "quantised, although its config has no quantization_config"),
-    ],
-)
-def test_packed_values_are_refused_whatever_is_said(llama: Path, tmp_path: Path, method: str | None, said: str) -> None:
-    """As GPTQ packs them."""
-    tensors = stored_tensors(llama)
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    tensors["model.layers.0.mlp.up_proj.qweight"] = torch.ones(6, 67, dtype=torch.int32)
-    tensors["model.layers.0.mlp.up_proj.scales"] = torch.ones(1, 67, dtype=torch.float16)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = build_meta_model(llama)
-    if method:
-        model.config.quantization_config = {"quant_method": method}
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load_weights(model, tmp_path, ignore_mismatched_sizes=True)
-    text = str(caught.value)
-    assert re.search(r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*model\.dequantize\(\)", text)
-    assert "model.safetensors" in text and is_untouched(model)
-
-
-def test_plain_files_where_the_config_says_quantised_and_8_bit_floats(llama: Path, tmp_path: Path) -> None:
-    model, tensors = build_meta_model(llama), stored_tensors(llama)
-    save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
-    load_weights(model, tmp_path)
-    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"].to(torch.float8_e5m2).float())
-    model = build_meta_model(llama)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    said = r"quantised \(fp8\), but its files hold plain values \(float32\)\. Remove"
-    with pytest.raises(CheckpointError, match=said):
-        load_weights(model, llama)
-    assert is_untouched(model)

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, initialization
+from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
 from hf_fsdp_tools import CheckpointError, ConfigError, FSDPToolsError, from_pretrained
@@ -26,13 +25,11 @@ from hf_fsdp_tools.loading.quantized import dequantize
 from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
 from hf_fsdp_tools.loading.quantized.dequantize import RULES
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
-from hf_fsdp_tools.modeling import packed_weight
-from hf_fsdp_tools.modeling.packed_weight import PackedPart
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
-from tests.api import CheckpointIndex, PackedForm, add_to_note, packed_parameters, patched, weights_4bit
+from tests.api import CheckpointIndex, PackedForm, PackedPart, add_to_note, packed_parameters, patched, weights_4bit
 
 SIZES = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -140,51 +137,7 @@ def mixtral(intermediate_size: int) -> Any:
     return build_meta_model(config)
 
 
-# ---- packed weights ----
-
-
-def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_by_config(model := llama(**FP8))
-    model.to_empty(device="cpu")
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(1)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    expected = weight.floats()
-    assert torch.equal(torch.cat([weight, weight]), torch.cat([expected] * 2))
-    # as on a GPU where nothing can be compiled
-    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: packed_weight._is_kernel_possible)
-    monkeypatch.setattr(packed_weight, "_is_kernel_possible", True)
-    monkeypatch.setattr(packed_weight, "_compiled", Mock(side_effect=RuntimeError("Failed to find C compiler.")))
-    with pytest.warns(UserWarning, match="Failed to find C compiler") as said:
-        assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(), expected)
-    assert len(said) == 1
-    # transformers' functions, by which Falcon-Mamba draws all weights of a mixer, leave what is loaded
-    monkeypatch.setattr(PackedForm, "floats", None)
-    initialization.uniform_(weight)
-
-
-def test_every_shape_of_a_model_has_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, parts, make_chunks = torch.compile, [], PackedForm.chunks
-    monkeypatch.setattr(torch, "compile", lambda run, dynamic, options: real(run, dynamic=dynamic, backend="eager"))
-    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: True)
-    monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", 2**9)
-
-    def chunks(form: PackedForm, matrices: int, most: int) -> object:
-        parts.append((form.shape, torch.compiler.is_compiling()))
-        return make_chunks(form, matrices, most)
-
-    monkeypatch.setattr(PackedForm, "chunks", chunks)
-    packed_weight._compiled.cache_clear()
-    values = PackedPart(name="", dtype=torch.float8_e4m3fn, ndim=2)
-    scales = {"scale": PackedPart(name="_scale_inv", dtype=torch.float32, ndim=2, block=(8, 16))}
-    given = {"dtype": torch.bfloat16, "rule": "scaled", "is_transposed": False, "values": values, "scales": scales}
-    for number in range(1, 12):  # torch compiles one function 8 times
-        form = PackedForm(shape=(8 * number, 32), **given)
-        stored = torch.randint(0, 100, form.shape, dtype=torch.uint8), [torch.ones(number, 2).view(torch.uint8)]
-        floats = form.floats(*stored, torch.bfloat16)
-        assert torch.equal(floats, stored[0].view(torch.float8_e4m3fn).to(torch.bfloat16))
-    assert all(is_compiled for _, is_compiled in parts), parts
-    packed_weight._compiled.cache_clear()
+# ---- loading ----
 
 
 def test_the_layers_that_transformers_would_quantise() -> None:
@@ -217,9 +170,6 @@ def test_without_being_asked_nothing_imports_bitsandbytes(tmp_path: Path) -> Non
         "assert 'bitsandbytes' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# ---- loading ----
 
 
 def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +261,23 @@ def test_experts_of_nvfp4_are_as_compressed_tensors_makes_them(tmp_path: Path, m
         assert torch.equal(found[f"model.layers.{layer}.mlp.experts.gate_up_proj"], torch.cat([w1, w3], 1))
 
 
-@pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None])
-def test_what_transformers_needs_to_be_told_may_be_said(fp8: Path, given: Any) -> None:
-    options = {} if given is None else {"quantization_config": given}
-    model, report = from_pretrained(fp8, output_loading_info=True, **options)
+def test_8_bit_floats_without_scales_are_floats(plain: Path, tmp_path: Path) -> None:
+    model, tensors = build_meta_model(plain), stored_tensors(plain)
+    save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
+    load_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"].to(torch.float8_e5m2).float())
+
+
+@pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None, "silence"])
+def test_what_transformers_needs_to_be_told_may_be_said(fp8: Path, tmp_path: Path, given: Any) -> None:
+    """Nor need the config say anything, as in folders that transformers saves after it has dequantised (5.23)."""
+    folder = Path(shutil.copytree(fp8, tmp_path / "copy"))
+    if given == "silence":
+        config = json.loads((fp8 / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+    options = {} if given in (None, "silence") else {"quantization_config": given}
+    model, report = from_pretrained(folder, output_loading_info=True, **options)
     assert report.dequantized_from == "fp8" and "fp8: 38.0 kB as stored, with scales, became" in str(report)
     assert not hasattr(model.config, "quantization_config") and not getattr(model, "is_quantized", False)
 
@@ -365,6 +328,41 @@ def packed_from_8_bits(_: Path, plain: Path, tmp: Path) -> None:
     load_weights(build_meta_model(plain, quantization_config=four_bits()), tmp)
 
 
+def loaded_by(kind: Any, folder: Path, **options: Any) -> None:
+    """Into a model on meta, which stays there."""
+    model = kind if isinstance(kind, hf.PreTrainedModel) else build_meta_model(kind)
+    try:
+        load_weights(model, folder, **options)
+    finally:
+        assert all(p.is_meta for p in model.parameters())
+
+
+def with_packed_values(method: str | None) -> Call:
+    """As GPTQ packs them, whatever is said."""
+
+    def load(_: Path, plain: Path, tmp: Path) -> None:
+        tensors = stored_tensors(plain)
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.qweight"] = torch.ones(6, 96, dtype=torch.int32)
+        tensors["model.layers.0.mlp.up_proj.scales"] = torch.ones(1, 96, dtype=torch.float16)
+        save_file(tensors, tmp / "model.safetensors", metadata={"format": "pt"})
+        model = build_meta_model(plain)
+        if method:
+            model.config.quantization_config = {"quant_method": method}
+        loaded_by(model, tmp, ignore_mismatched_sizes=True)
+
+    return load
+
+
+def strictly_with_another_head(_: Path, plain: Path, tmp: Path) -> None:
+    kind = hf.AutoModelForSequenceClassification
+    loaded_by(build_meta_model(plain, auto_class=kind, num_labels=5), plain, strict=True)
+
+
+def cast_where_it_is(_: Path, plain: Path, tmp: Path) -> None:
+    load_weights(hf.LlamaForCausalLM.from_pretrained(plain), plain, dtype=torch.bfloat16)
+
+
 def with_an_endless_pattern(*_: Path) -> None:
     with patched(_MATCH_S=0.1):
         build_meta_model(hf.LlamaConfig(**SIZES), quantization_config=four_bits(llm_int8_skip_modules=["(.|.)*[xy]"]))
@@ -382,6 +380,7 @@ def by_another_config(fp8: Path, *_: Path) -> None:
 
 ODD = hf.LlamaConfig(**SIZES | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
 NO_RULE = r"(.|\n)*model\.dequantize\(\)"
+PACKED = rf"(.|\n)*up_proj\.\w+' holds \w+, expected .*up_proj\.weight'{NO_RULE}"
 REFUSED: dict[str, tuple[Call, type[FSDPToolsError], str]] = {
     "kept: no config": (kept(), ConfigError, "has no quantization_config"),
     "kept: a method": (kept(quant_method="quip", bits=4), ConfigError, "weights of quip cannot be kept"),
@@ -405,6 +404,28 @@ REFUSED: dict[str, tuple[Call, type[FSDPToolsError], str]] = {
         CheckpointError,
         rf"quantised \(auto-round\); .*packs values with zero points{NO_RULE}",
     ),
+    "packed values": (
+        with_packed_values("some"),
+        CheckpointError,
+        rf"quantised \(some\); it cannot .*: no rule is{PACKED}",
+    ),
+    "packed in silence": (with_packed_values(None), CheckpointError, rf"although its config has no quant{PACKED}"),
+    "not packed": (
+        lambda _, plain, tmp: loaded_by(llama(quant_method="fp8"), plain),
+        CheckpointError,
+        r"quantised \(fp8\), but its files hold plain values \(float32\)\. Remove",
+    ),
+    "few bytes": (
+        lambda _, plain, tmp: loaded_by(plain, plain, staging_bytes=1000),
+        ConfigError,
+        "is 1000; .* 1048576",
+    ),
+    "strict": (
+        strictly_with_another_head,
+        CheckpointError,
+        r"Missing: score\.weight\. Unexpected: lm_head\.weight\. Use",
+    ),
+    "another dtype": (cast_where_it_is, ConfigError, "torch.bfloat16 cannot be honoured: .* storage in torch.float32"),
     "a method that is a number": (
         loaded_as(quant_method=7),
         CheckpointError,
