@@ -399,44 +399,23 @@ REFUSED: dict[str, tuple[Call, type[FSDPToolsError], str]] = {
     "odd sizes": (built(model=ODD), ConfigError, r"gate_proj\.weight' \[67, 36\] has 2412 values.*llm_int8_skip"),
     "packed from 8 bits": (packed_from_8_bits, CheckpointError, r"q_proj\.weight': expected .* found float8_e4m3fn"),
     "no bitsandbytes": (without_bitsandbytes, ConfigError, "pip install bitsandbytes"),
-    "a method of zero points": (
-        loaded_as(quant_method="auto-round"),
-        CheckpointError,
-        rf"quantised \(auto-round\); .*packs values with zero points{NO_RULE}",
-    ),
-    "packed values": (
-        with_packed_values("some"),
-        CheckpointError,
-        rf"quantised \(some\); it cannot .*: no rule is{PACKED}",
-    ),
+    "a method of zero points": (loaded_as(quant_method="auto-round"), CheckpointError,
+         rf"quantised \(auto-round\); .*packs values with zero points{NO_RULE}"),
+    "packed values": (with_packed_values("some"), CheckpointError,
+         rf"quantised \(some\); it cannot .*: no rule is{PACKED}"),
     "packed in silence": (with_packed_values(None), CheckpointError, rf"although its config has no quant{PACKED}"),
-    "not packed": (
-        lambda _, plain, tmp: loaded_by(llama(quant_method="fp8"), plain),
-        CheckpointError,
-        r"quantised \(fp8\), but its files hold plain values \(float32\)\. Remove",
-    ),
-    "few bytes": (
-        lambda _, plain, tmp: loaded_by(plain, plain, staging_bytes=1000),
-        ConfigError,
-        "is 1000; .* 1048576",
-    ),
-    "strict": (
-        strictly_with_another_head,
-        CheckpointError,
-        r"Missing: score\.weight\. Unexpected: lm_head\.weight\. Use",
-    ),
+    "not packed": (lambda _, plain, tmp: loaded_by(llama(quant_method="fp8"), plain), CheckpointError,
+         r"quantised \(fp8\), but its files hold plain values \(float32\)\. Remove"),
+    "few bytes": (lambda _, plain, tmp: loaded_by(plain, plain, staging_bytes=1000), ConfigError,
+         "is 1000; .* 1048576"),
+    "strict": (strictly_with_another_head, CheckpointError,
+         r"Missing: score\.weight\. Unexpected: lm_head\.weight\. Use"),
     "another dtype": (cast_where_it_is, ConfigError, "torch.bfloat16 cannot be honoured: .* storage in torch.float32"),
-    "a method that is a number": (
-        loaded_as(quant_method=7),
-        CheckpointError,
-        rf"quantised \(7\); .*no rule is{NO_RULE}",
-    ),
-    "rotated": (
-        loaded_as(transform_config={"config_groups": {"R4": {"type": "hadamard"}}}),
-        CheckpointError,
-        "has transform_config",
-    ),
-}
+    "a method that is a number": (loaded_as(quant_method=7), CheckpointError,
+         rf"quantised \(7\); .*no rule is{NO_RULE}"),
+    "rotated": (loaded_as(transform_config={"config_groups": {"R4": {"type": "hadamard"}}}), CheckpointError,
+         "has transform_config"),
+}  # fmt: skip
 """What is called with folders of FP8, plain and empty; and the error."""
 
 

@@ -152,23 +152,17 @@ COPIES: dict[str, tuple[str, Damage, str]] = {
     "generation config a list": ("files", text("generation_config.json", "[]"), r"_config\.json: expected .*und \[\]"),
     "a place that is a text": ("dcp", place(offset="7"), r"\.metadata: is not as DCP writes it: .*Save it again"),
     "a place outside": ("dcp", place(relative_path="../other"), r"names '\.\./other', expected a file of the folder"),
-    "a chunk too few": (
-        "dcp",
-        metadata(without_chunks),
-        r"chunks of .* \[131, 48\] leave something out.*save it again",
-    ),
+    "a chunk too few": ("dcp", metadata(without_chunks),
+         r"chunks of .* \[131, 48\] leave something out.*save it again"),
     "code in DCP": ("dcp", text(METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
     "chunks too short": ("dcp", chunks(halved), "bytes long, but .* is at bytes .*The checkpoint is not complete"),
     "no chunks": ("dcp", chunks(Path.unlink), "is not there, but"),
     "chunks of zeros": ("dcp", chunks(zeroed), r"distcp: '.*' at byte \d+: .*is no archive as torch.save writes it"),
-    "weights out of the folder": (
-        "files",
-        config(transformers_weights="../x.safetensors"),
-        "expected a file inside the folder",
-    ),
+    "weights out of the folder": ("files", config(transformers_weights="../x.safetensors"),
+         "expected a file inside the folder"),
     "a file too few": ("files", without_one_of_four, r"3 of 4 files model-\*-of-00004.safetensors and no index"),
     "files too short": ("files", two_too_short, r"2 problems(.|\n)*00001(.|\n)*00002"),
-}
+}  # fmt: skip
 """What is copied, what is done to it, and what the error says."""
 
 
@@ -344,10 +338,8 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
     "a pipe": (pipe("x.safetensors"), "is no regular file"),
     "a link to itself": (linked("x.safetensors"), "Cannot read"),
     "terabytes": (sparse("x.safetensors", 2**43), r"x\.safetensors: cannot be (read|mapped)"),
-    "one key in two files": (
-        all_of(*TWO_OF_ONE_NAME),
-        "y.safetensors: holds 'a', which x.safetensors holds too; keep one",
-    ),
+    "one key in two files": (all_of(*TWO_OF_ONE_NAME),
+         "y.safetensors: holds 'a', which x.safetensors holds too; keep one"),
     "no folder": (lambda folder: folder.rmdir(), r"No such folder.*Give a folder"),
     "nothing": (lambda folder: None, rf"{NO_WEIGHTS}found nothing.*Give the folder"),
     "a config": (text("config.json", "{}"), rf"{NO_WEIGHTS}found config\.json"),
@@ -359,7 +351,7 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
     "GGUF": (of_tool("model.gguf"), f"{NO_WEIGHTS}gguf_file=name"),
     "Lightning": (of_tool("last.ckpt"), f"{NO_WEIGHTS}Lightning wrote these files.*allow_pickle=True"),
     "states": (of_tool("rng_state.pth", "optimizer.pt"), f"{NO_WEIGHTS}Give the folder that save_pretrained wrote"),
-}
+}  # fmt: skip
 """What the folder holds, and what the error says."""
 
 
@@ -460,27 +452,18 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
     "a stride below 0": (pickled(BACKWARDS, **{"data/0": bytes(24)}), parsed, "a size or stride below 0"),
     "a large byte order": (pickled(b"}", byteorder=bytes(10**8 + 1)), parsed, "has 100,000,001 bytes, and is"),
     "an archive behind others": (rezipped(before=b"0"), parsed, "has bytes in front of its archive"),
-    "GGUF itself": (
-        text("x.gguf", b"GGUF\x03\0\0\0"),
-        of("x.gguf", CheckpointIndex.open),
-        "file of GGUF.*gguf_file=name",
-    ),
+    "GGUF itself": (text("x.gguf", b"GGUF\x03\0\0\0"), of("x.gguf", CheckpointIndex.open),
+         "file of GGUF.*gguf_file=name"),
     "MLX": (all_of(*OF_MLX), from_pretrained, r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE"),
     "no subfolder": (text("config.json", "{}"), partial(CheckpointIndex.open, subfolder="inner"), "No such folder"),
     "a manifest that is a pipe": (pipe(MANIFEST), read_manifest, "is no regular file"),
     "a manifest of names without end": (manifest_of_names_without_end, read_manifest, "is no list of at most 200,000"),
     "a history of numbers": (text("trainer_state.json", HISTORY), check_state, r"\(log_history is \[5\]\)"),
     "a billion labels": (of_llama(num_labels=10**9), open_checkpoint, "'num_labels' is 1000000000, expected at most"),
-    "fewer layers than none": (
-        of_llama(num_hidden_layers=-1),
-        open_checkpoint,
-        "_layers' is -1, expected at most 10,000",
-    ),
-    "a scheduler of another kind": (
-        saved([1], "scheduler.bin"),
-        refuse_damage,
-        r"scheduler\.bin: holds a list, expected",
-    ),
+    "fewer layers than none": (of_llama(num_hidden_layers=-1), open_checkpoint,
+         "_layers' is -1, expected at most 10,000"),
+    "a scheduler of another kind": (saved([1], "scheduler.bin"), refuse_damage,
+         r"scheduler\.bin: holds a list, expected"),
     **{
         f"code in {name}": (partial(saved_code, name=name), refuse_damage, f"{name}: .*could run code")
         for name in ("scheduler.pt", "rng_state.pth")
@@ -500,12 +483,9 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
         )
     },
     "a config that is a pipe": (pipe("c.yaml"), translated, "is no regular file"),
-    "DeepSpeed's file without end": (
-        all_of(sparse("ds.json", 2**40), DEEPSPEED),
-        translated,
-        "is 1,099,511,627,776 bytes long",
-    ),
-}
+    "DeepSpeed's file without end": (all_of(sparse("ds.json", 2**40), DEEPSPEED), translated,
+         "is 1,099,511,627,776 bytes long"),
+}  # fmt: skip
 """How a file is made, what reads it, and what the error says."""
 
 DOUBLED = b")q\0" + b"".join(bytes((104, i, 104, i, 0x86, 113, i + 1)) for i in range(60))

@@ -167,29 +167,24 @@ FORMATS: dict[str, Format] = {
     "fp8 per row": Format("compressed per channel", 0.04),
     "fp8 per tensor": Format("compressed per tensor", 0.04, says=ONE_SCALE),
     "fp8 in short blocks of compressed-tensors": Format(
-        "compressed per channel", 0.04, (24, 16), partial(in_8_bits, block=(16, 16), name="_scale"), IN_BLOCKS, None
-    ),
+         "compressed per channel", 0.04, (24, 16), partial(in_8_bits, block=(16, 16), name="_scale"), IN_BLOCKS, None),
     "int8": Format("compressed int8", 0.01),
     "int8 with zero points": Format(
-        "compressed int8", 0.01, (1, 16), int8_with_zero_points, of_group("compressed int8", symmetric=False)
-    ),
+         "compressed int8", 0.01, (1, 16), int8_with_zero_points, of_group("compressed int8", symmetric=False)),
     "packed int4": Format("compressed int4 experts", 0.09),
     "packed int4 with zero points": Format("compressed int4", 0.09),
     "packed int8 with zero points": Format(
-        "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=False, bits=8), OF_8_BITS
-    ),
+         "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=False, bits=8), OF_8_BITS),
     "packed int8 per row": Format(
-        "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=True, group=0, bits=8), PER_ROW
-    ),
+         "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=True, group=0, bits=8), PER_ROW),
     "nvfp4": Format("compressed nvfp4", 0.25),
     "gptq": Format("gptq", 0.09, (8, 16)),
     "gptq v2": Format("gptq experts", 0.09, (8, 16)),
     "gptq of 8 bits": Format("gptq", 0.01, (8, 16), partial(gptq, bits=8), {"bits": 8}),
     "gptq of one group": Format(
-        "gptq", 0.09, (8, 16), partial(gptq, group=10**6), {"group_size": -1, "desc_act": True}
-    ),
+         "gptq", 0.09, (8, 16), partial(gptq, group=10**6), {"group_size": -1, "desc_act": True}),
     "awq": Format("awq", 0.09, (8, 16)),
-}
+}  # fmt: skip
 
 
 def with_any_codes(tensors: Tensors, seed: int) -> Tensors:
@@ -436,28 +431,16 @@ REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "scales without values": ("gptq", {}, {"qweight": torch.ones(0)}, "what it scales, .*qweight', is no such"),
     "ordered by activation": ("gptq", {"desc_act": True}, {}, f"desc_act orders its columns{PLAIN_ONCE}"),
     "ordered by the file": ("packed int4", {}, {"weight_g_idx": torch.ones(9)}, f"_g_idx' orders its col{PLAIN_ONCE}"),
-    "bits without a rule": (
-        "gptq",
-        {},
-        {"qzeros": torch.ones(3, 3).int(), "scales": torch.ones(3, 32).half()},
-        f"integers of 3 bits, expected 4 or 8;{PLAIN_ONCE}",
-    ),
-    "another layout": (
-        "gptq",
-        {"checkpoint_format": "marlin"},
-        {},
-        f"is 'marlin', expected gptq or gptq_v2;{PLAIN_ONCE}",
-    ),
-    "another method": (
-        "gptq",
-        {"quant_method": "awq", "checkpoint_format": None},
-        {},
-        r"not of one matrix of \[12, 192",
-    ),
+    "bits without a rule": ("gptq", {}, {"qzeros": torch.ones(3, 3).int(), "scales": torch.ones(3, 32).half()},
+         f"integers of 3 bits, expected 4 or 8;{PLAIN_ONCE}"),
+    "another layout": ("gptq", {"checkpoint_format": "marlin"}, {},
+         f"is 'marlin', expected gptq or gptq_v2;{PLAIN_ONCE}"),
+    "another method": ("gptq", {"quant_method": "awq", "checkpoint_format": None}, {},
+         r"not of one matrix of \[12, 192"),
     "no matrix": ("gptq", {}, {"scales": torch.ones(40).half()}, r"three matrices, .*scales': \[40\]"),
     "a size in words": ("gptq", {"group_size": "32"}, {}, "group_size is '32', expected -1"),
     "groups of others": ("gptq", {}, {"g_idx": torch.zeros(48).int()}, r"not of one matrix of \[96, 24\]"),
-}
+}  # fmt: skip
 """The format, what else its config says, what lies in place of its tensors, and what the error says."""
 
 
