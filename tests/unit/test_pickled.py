@@ -3,7 +3,9 @@
 import pickle
 import random
 import shutil
+import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +24,6 @@ from hf_fsdp_tools.loading.formats.dcp import parse_dcp
 from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from tests._checkpoints import make_checkpoint, pickled_copy, plain_model
 from tests.api import METADATA, CheckpointIndex, StoredTensor, load_pickled
-from tests.unit.test_refused_files import rezipped
 
 
 def state_dict() -> dict[str, Any]:
@@ -51,6 +52,17 @@ def read_back(stored: StoredTensor) -> torch.Tensor:
     data = raw[: raw.numel() // stored.dtype.itemsize * stored.dtype.itemsize].clone().view(stored.dtype)
     (piece,) = stored.pieces()
     return data.as_strided(piece.view.length, piece.view.strides)
+
+
+def rezipped(method: int = zipfile.ZIP_STORED, before: bytes = b"", **changed: bytes) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, folder / "good.bin")
+        with zipfile.ZipFile(folder / "good.bin") as old, zipfile.ZipFile(folder / "x.bin", "w", method) as new:
+            for each in old.infolist():
+                new.writestr(each.filename, changed.get(each.filename.split("/")[-1], old.read(each)))
+        (folder / "x.bin").write_bytes(before + (folder / "x.bin").read_bytes())
+
+    return make
 
 
 def test_every_tensor_is_where_the_index_says_and_no_place_that_torch_works_out_wrongly(tmp_path: Path) -> None:

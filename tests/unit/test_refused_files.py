@@ -39,9 +39,8 @@ from tests.api import (
     read_manifest,
     refuse_damage,
 )
-
-Damage = Callable[[Path], object]
-"""What is done to a folder, in which the test is alone; or to a copy of a good one."""
+from tests.unit.test_index import Damage, config, stored
+from tests.unit.test_pickled import rezipped
 
 MOST_CHARACTERS = 1500
 INDEX, HEAD = "model.safetensors.index.json", "model.lm_head.weight"
@@ -49,14 +48,6 @@ INDEX, HEAD = "model.safetensors.index.json", "model.lm_head.weight"
 
 def text(name: str, content: str | bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def config(name: str = "config.json", **changed: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-
-    return damage
 
 
 def pipe(name: str) -> Damage:
@@ -267,12 +258,6 @@ def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) 
 # ---- folders of weights ----
 
 
-def stored(header: Any, data: bytes = b"") -> bytes:
-    """A safetensors file with this header (bytes as they are, anything else as JSON)."""
-    content = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(content).to_bytes(8, "little") + content + data
-
-
 def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
@@ -395,17 +380,6 @@ def saved(content: Any, name: str = "x.bin", **options: Any) -> Damage:
 
 def saved_code(folder: Path, name: str = "x.bin") -> None:
     torch.save(ONES | {"b": Runs(folder / "ran")}, folder / name)
-
-
-def rezipped(method: int = zipfile.ZIP_STORED, before: bytes = b"", **changed: bytes) -> Damage:
-    def make(folder: Path) -> None:
-        torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, folder / "good.bin")
-        with zipfile.ZipFile(folder / "good.bin") as old, zipfile.ZipFile(folder / "x.bin", "w", method) as new:
-            for each in old.infolist():
-                new.writestr(each.filename, changed.get(each.filename.split("/")[-1], old.read(each)))
-        (folder / "x.bin").write_bytes(before + (folder / "x.bin").read_bytes())
-
-    return make
 
 
 def check_state(folder: Path) -> None:
