@@ -253,12 +253,12 @@ def _two_to_a_byte(values: torch.Tensor) -> torch.Tensor:
     return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
 
 
-def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
-    """Experts as gpt-oss stores them: transposed, in blocks of 32."""
+def _mxfp4(key: str, weight: torch.Tensor, *, block: int = 32) -> Tensors:
+    """Experts as gpt-oss stores them: transposed, in blocks along the rows then."""
     weight = weight.transpose(1, 2)
-    values, scales = _in_blocks(weight.flatten(0, 1), (1, 32), 6)
+    values, scales = _in_blocks(weight.flatten(0, 1), (1, block), 6)
     exponents = scales.log2().ceil()
-    codes = _two_to_a_byte((values * (scales / exponents.exp2())[:, None, :, None]).view(*weight.shape[:2], -1, 32))
+    codes = _two_to_a_byte((values * (scales / exponents.exp2())[:, None, :, None]).view(*weight.shape[:2], -1, block))
     return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
 
 

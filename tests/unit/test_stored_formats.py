@@ -145,6 +145,7 @@ class Format(NamedTuple):
 
 _, packed, _ = QUANTIZED["compressed int4"]
 _, gptq, _ = QUANTIZED["gptq"]
+_, mxfp4, _ = QUANTIZED["mxfp4"]
 OF_8_BITS, NO_BLOCKS, EXPERT = (
     of_group("compressed int4", num_bits=8),
     {"weight_block_size": None},
@@ -164,6 +165,7 @@ FORMATS: dict[str, Format] = {
     "fp4 by exponents": Format("fp8 and fp4 experts", 0.3, (1, 32), says=None, key=EXPERT),
     "fp4 by another name": Format("fp8 and fp4 experts", 0.3, (1, 32), by_another_name, says=None, key=EXPERT),
     "mxfp4": Format("mxfp4", 0.3, (3, 32, 1)),
+    "mxfp4 in small blocks": Format("mxfp4", 0.3, (3, 32, 1), partial(mxfp4, block=8), says=None),
     "fp8 per row": Format("compressed per channel", 0.04),
     "fp8 per tensor": Format("compressed per tensor", 0.04, says=ONE_SCALE),
     "fp8 in short blocks of compressed-tensors": Format(
