@@ -217,7 +217,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _in_blocks(weight: torch.Tensor, block: tuple[int, int], most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight divided by a scale for each block, as float32 of the block grid; and the scales."""
+    """The weight divided by a scale for each block, as float32 of the block grid; and the scales. Blocks are made
+    smaller until they divide it."""
     rows, columns = weight.shape
     high, wide = math.gcd(rows, block[0]), math.gcd(columns, block[1])
     grid = weight.float().view(rows // high, high, columns // wide, wide)
@@ -252,12 +253,12 @@ def _two_to_a_byte(values: torch.Tensor) -> torch.Tensor:
     return (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
 
 
-def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
-    """Experts as gpt-oss stores them: transposed, in blocks of 32."""
+def _mxfp4(key: str, weight: torch.Tensor, *, block: int = 32) -> Tensors:
+    """Experts as gpt-oss stores them: transposed, in blocks along the rows then."""
     weight = weight.transpose(1, 2)
-    values, scales = _in_blocks(weight.flatten(0, 1), (1, 32), 6)
+    values, scales = _in_blocks(weight.flatten(0, 1), (1, block), 6)
     exponents = scales.log2().ceil()
-    codes = _two_to_a_byte((values * (scales / exponents.exp2())[:, None, :, None]).view(*weight.shape[:2], -1, 32))
+    codes = _two_to_a_byte((values * (scales / exponents.exp2())[:, None, :, None]).view(*weight.shape[:2], -1, block))
     return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
 
 
@@ -277,23 +278,24 @@ def _per_tensor(key: str, weight: torch.Tensor) -> Tensors:
     return {key: values, f"{key}_scale": scale, key.replace("proj.weight", "proj.k_scale"): torch.ones(1)}
 
 
-def _in_words(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit integers side by side in int32 words, the first one in the lowest bits; the last word is filled up."""
-    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8)).long()
-    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+def _in_words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Integers side by side in int32 words, the first one in the lowest bits; the last word is filled up."""
+    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % (32 // bits))).unflatten(-1, (-1, 32 // bits)).long()
+    words = (codes << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 
-def _packed(key: str, weight: torch.Tensor, *, is_symmetric: bool, group: int = 16) -> Tensors:
-    """Integers of 4 bits, 8 to a word, with a scale for each group of columns, and zero points packed along the
-    rows."""
-    grid = weight.float().unflatten(1, (-1, group))
+def _packed(key: str, weight: torch.Tensor, *, is_symmetric: bool, group: int = 16, bits: int = 4) -> Tensors:
+    """Integers in words, with a scale for each group of columns (0: all), and zero points packed along the rows."""
+    grid, most = weight.float().unflatten(1, (-1, group or weight.shape[1])), 2**bits - 1
     low, high = grid.amin(2), grid.amax(2)
-    scales = (grid.abs().amax(2) / 7 if is_symmetric else (high - low) / 15).bfloat16()
-    zero = torch.full(scales.shape, 8.0) if is_symmetric else (-low / scales.float()).round().clamp(0, 15)
-    codes = (grid / scales.float().unsqueeze(2) + zero.unsqueeze(2)).round().clamp(0, 15).flatten(1)
-    stored = {f"{key}_packed": _in_words(codes), f"{key}_scale": scales, f"{key}_shape": torch.tensor(weight.shape)}
-    return stored if is_symmetric else stored | {f"{key}_zero_point": _in_words(zero.t()).t()}
+    scales = (grid.abs().amax(2) / (most // 2) if is_symmetric else (high - low) / most).bfloat16()
+    middle = torch.full(scales.shape, most / 2 + 0.5)
+    zero = middle if is_symmetric else (-low / scales.float()).round().clamp(0, most)
+    codes = (grid / scales.float().unsqueeze(2) + zero.unsqueeze(2)).round().clamp(0, most).flatten(1)
+    stored = {f"{key}_packed": _in_words(codes, bits), f"{key}_scale": scales}
+    stored |= {f"{key}_shape": torch.tensor(weight.shape)}
+    return stored if is_symmetric else stored | {f"{key}_zero_point": _in_words(zero.t(), bits).t()}
 
 
 def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
@@ -306,19 +308,19 @@ def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
     return stored | {f"{key.removesuffix('weight')}input_global_scale": torch.ones(1)}
 
 
-def _zero_points(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
-    """4-bit integers of the transposed weight, zero points and float16 scales of groups of its rows, and the groups."""
+def _zero_points(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, ...]:
+    """Integers of the transposed weight, zero points and float16 scales of groups of its rows, and the groups."""
     matrix, groups = weight.float().t(), torch.arange(weight.shape[1], dtype=torch.int32) // group
     low, high = (torch.stack([getattr(part, name)(0) for part in matrix.split(group)]) for name in ("amin", "amax"))
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales.float()).round().clamp(1, 15)
-    return (matrix / scales.float()[groups] + zeros[groups]).round().clamp(0, 15), zeros, scales, groups
+    scales, most = ((high - low) / (2**bits - 1)).half(), 2**bits - 1
+    zeros = (-low / scales.float()).round().clamp(1, most)
+    return (matrix / scales.float()[groups] + zeros[groups]).round().clamp(0, most), zeros, scales, groups
 
 
-def _gptq(key: str, weight: torch.Tensor, *, is_v2: bool = False) -> Tensors:
+def _gptq(key: str, weight: torch.Tensor, *, is_v2: bool = False, bits: int = 4, group: int = 32) -> Tensors:
     """Integers packed along the rows of the transposed weight, zero points along its columns: in v1 less 1."""
-    integers, zeros, scales, groups = _zero_points(weight, 32)
-    stored = {"qweight": _in_words(integers.t()).t(), "qzeros": _in_words(zeros if is_v2 else zeros - 1)}
+    integers, zeros, scales, groups = _zero_points(weight, group, bits)
+    stored = {"qweight": _in_words(integers.t(), bits).t(), "qzeros": _in_words(zeros if is_v2 else zeros - 1, bits)}
     stored |= {"scales": scales} | ({} if is_v2 else {"g_idx": groups})
     return {key.replace("weight", name): tensor for name, tensor in stored.items()}
 
@@ -331,19 +333,28 @@ def _awq(key: str, weight: torch.Tensor) -> Tensors:
     return {key.replace("weight", name): tensor for name, tensor in stored.items()}
 
 
+def of_linear(parts: Tensors, config: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A weight of GPTQ or AWQ by the last names of its tensors: what GPTQModel computes, which adds 1 to the zero
+    points of its older format in whole words; or AutoAWQ."""
+    words, zeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
+    bits, is_awq = 32 * zeros.shape[1] // scales.shape[1], config["quant_method"] == "awq"
+    shifts, most = torch.arange(0, 32, bits)[[0, 4, 1, 5, 2, 6, 3, 7] if is_awq else slice(None)], 2**bits - 1
+    zeros = zeros + (2**32 - 1) // most if config.get("checkpoint_format") == "gptq" else zeros
+    points = ((zeros.unsqueeze(2) >> shifts) & most).flatten(1)
+    across, down = words.unsqueeze(2) >> shifts, words.unsqueeze(1) >> shifts.unsqueeze(1)
+    integers = (across.flatten(1) if is_awq else down.flatten(0, 1)) & most
+    size = config["group_size"]
+    group = torch.arange(len(integers)) // (size if size > 0 else len(integers))
+    return (scales[group] * (integers - points[group])).t().to(dtype)
+
+
 def _plain_of(stored: Tensors, config: dict[str, Any], dtype: torch.dtype) -> Tensors:
-    """The tensors of a checkpoint of GPTQ or AWQ with whole weights, by the formulas of GPTQModel and AutoAWQ."""
-    is_awq, size = config["quant_method"] == "awq", config["group_size"]
-    plain = {key: t for key, t in stored.items() if not key.endswith(("qweight", "qzeros", "scales", "g_idx"))}
-    shifts = torch.arange(0, 32, 4)[[0, 4, 1, 5, 2, 6, 3, 7] if is_awq else slice(None)]
+    """The tensors of a checkpoint of GPTQ or AWQ with whole weights."""
+    names = ("qweight", "qzeros", "scales", "g_idx")
+    plain = {key: t for key, t in stored.items() if not key.endswith(names)}
     for module in (key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")):
-        words, zeros, scales = (stored[f"{module}.{name}"] for name in ("qweight", "qzeros", "scales"))
-        zeros = zeros + 0x11111111 if config.get("checkpoint_format") == "gptq" else zeros
-        points = ((zeros.unsqueeze(2) >> shifts) & 15).flatten(1)
-        across, down = words.unsqueeze(2) >> shifts, words.unsqueeze(1) >> shifts.unsqueeze(1)
-        integers = (across.flatten(1) if is_awq else down.flatten(0, 1)) & 15
-        group = torch.arange(len(integers)) // size
-        plain[f"{module}.weight"] = (scales[group] * (integers - points[group])).t().to(dtype)
+        parts = {name: stored[f"{module}.{name}"] for name in names[:3]}
+        plain[f"{module}.weight"] = of_linear(parts, config, dtype)
     return plain
 
 

@@ -17,7 +17,7 @@ from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter, make_accel
 from tests._checkpoints import Runs, full_state, lora, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
 from tests.api import MANIFEST, METADATA
-from tests.unit.test_damaged import Damage, config, described, truncated
+from tests.unit.test_refused_files import Damage, config, described, truncated
 
 IDS = torch.arange(3, 19).reshape(1, 16)
 

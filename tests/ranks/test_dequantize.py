@@ -149,17 +149,6 @@ def saved_and_loaded_again(kind: str, folder: Path, tmp: Path) -> None:
     assert_dequantized(model, kind, folder)
 
 
-def without_a_word_in_the_config(kind: str, folder: Path, tmp: Path) -> None:
-    """The tensors tell; such folders are what transformers saves after it has dequantised (5.23)."""
-    silent = tmp / f"{kind} in silence"
-    if dist.get_rank() == 0:
-        shutil.copytree(folder / kind, silent)
-        config = json.loads((silent / "config.json").read_text())
-        (silent / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "quantization" not in k}))
-    dist.barrier()
-    assert_dequantized(from_pretrained(silent), kind, folder)
-
-
 def flat_shards(folder: Path, tmp: Path) -> None:
     """FSDP1, whose shards begin and end within rows."""
     model = build_meta_model(folder / "fp8")
@@ -230,11 +219,10 @@ ALONG = (
     ("awq experts", 2),
 )  # fmt: skip
 RARE = ("mxfp4 along 1", "fp8 experts along 2", "awq experts along 2", "fp8 experts saved", "gptq experts saved")
-RARE += ("compressed int4 along 1", "fp8 and fp4 experts along 1", "mxfp4 in silence")
+RARE += ("compressed int4 along 1", "fp8 and fp4 experts along 1")
 WAYS: dict[str, Callable[[Path, Path], None]] = {
     **{f"{kind} along {dim}": partial(along_other_dimensions, kind, dim) for kind, dim in ALONG if kind in KINDS},
     **{f"{kind} saved": partial(saved_and_loaded_again, kind) for kind in ("fp8 experts", "mxfp4", "gptq experts")},
-    **{f"{kind} in silence": partial(without_a_word_in_the_config, kind) for kind in ("fp8 and fp4 experts", "mxfp4")},
     "replicas": replicas,
     "FSDP1": flat_shards,
     **({"4 bits": packed_in_four_bits} if find_spec("bitsandbytes") else {}),

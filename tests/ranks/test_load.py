@@ -1,9 +1,12 @@
-"""Loading on real ranks: bit for bit what plain from_pretrained gives, each rank reading its own bytes, errors on all
-ranks."""
+"""Loading on real ranks: bit for bit what plain from_pretrained gives, from files of every kind, each rank reading its
+own bytes; a load that fails ends on every rank with the same error, and what it leaves cannot be used by mistake."""
 
 import os
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,28 +15,37 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
-from hf_fsdp_tools import CheckpointError, ConfigError, save_pretrained
-from hf_fsdp_tools.steps import build_meta_model, load_weights
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
+from hf_fsdp_tools.distributed import storage
+from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import (
     assert_same_model,
     full,
+    full_state,
     loaded,
     make_checkpoint,
-    make_model,
+    pickled_copy,
     plain_model,
     refusal,
     sharded_meta_model,
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-from tests.api import CheckpointIndex, LoadReport, all_ranks
+from tests.api import CheckpointIndex, LoadReport, all_ranks, load_weights_fsdp1, wrap_fsdp1
 
 # ---- other placements, dtypes, and what is in no file ----
 
@@ -114,7 +126,7 @@ def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -
     run_ranks(run_cases, 4, OTHERWISE, folders, tmp_path)
 
 
-def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
+def load_incomplete(folder: Path) -> tuple[Any, ...]:
     config = LlamaConfig.from_pretrained(folder, num_labels=5)
     model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
     for block in model.model.layers:
@@ -132,16 +144,16 @@ def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
     return report, head, mismatched, embedding
 
 
-def test_what_is_in_no_file_is_initialised_alike_on_any_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
-    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (1, 2)}
-    report, head, mismatched, embedding = results[2][0]
+def are_alike(two: list[Any], one: list[Any]) -> None:
+    """What two ranks and one have of what is in no file."""
+    report, head, mismatched, embedding = two[0]
     assert report.missing_keys == report.initialized_keys == ("score.weight",)
     assert report.unexpected_keys == ("lm_head.weight",)
     assert head.shape == (5, 48) and 0.01 < head.std() < 0.04  # the model's own initialisation has 0.02
     assert {key for key, *_ in mismatched.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert mismatched.mismatched_keys[0][1:] == ((131, 48), (77, 48))
     assert "score.weight" in str(report) and "other shape" in str(mismatched)
-    for _, other_head, _, other_embedding in (*results[2], *results[1]):
+    for _, other_head, _, other_embedding in (*two, *one):
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
 
@@ -174,28 +186,6 @@ def load_ties(good: list[Path], bad: Path) -> None:
     assert all(part in said for part in ("rank 1: ", "different values", "tie_word_embeddings=False"))
 
 
-def test_tied_weights_under_one_name_or_both(folders: dict[str, Path], tmp_path: Path) -> None:
-    good = [untied_copy(folders["tied"], tmp_path / "equal", equal=True), only_head(folders["tied"], tmp_path / "head")]
-    bad = untied_copy(folders["tied"], tmp_path / "different", equal=False)
-    run_ranks(load_ties, 2, good, bad)
-
-
-def test_mistakes_of_the_caller(folders: dict[str, Path]) -> None:
-    model = build_meta_model(folders["llama"])
-    with pytest.raises(ConfigError, match=r"staging_bytes is 1000; it must be at least 1048576"):
-        load_weights(model, folders["llama"], staging_bytes=1000)
-    config = LlamaConfig.from_pretrained(folders["llama"], num_labels=5)
-    headed = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
-    with pytest.raises(
-        CheckpointError, match=r"Missing: score\.weight\. Unexpected: lm_head\.weight\. Use the matching"
-    ):
-        load_weights(headed, folders["llama"], strict=True)
-    assert all(p.is_meta for p in headed.parameters())
-    real = make_model("llama")
-    with pytest.raises(ConfigError, match=r"dtype=torch.bfloat16 cannot be honoured: .* has storage in torch.float32"):
-        load_weights(real, folders["llama"], dtype=torch.bfloat16)
-
-
 def load_plain_module(folder: Path) -> None:
     """A module that transformers does not know: keys are its own, and its own initialisation fills what is missing."""
     torch.manual_seed(0)
@@ -214,10 +204,6 @@ def load_plain_module(folder: Path) -> None:
         assert key == "2.bias" or torch.equal(full(tensor), original.state_dict()[key]), key
     save_pretrained(model, folder / "saved")
     assert set(CheckpointIndex.open(folder / "saved").tensors) == set(original.state_dict())
-
-
-def test_a_module_from_outside_transformers(tmp_path: Path) -> None:
-    run_ranks(load_plain_module, 2, tmp_path)
 
 
 STAGING = 8 * 2**20
@@ -249,3 +235,235 @@ def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path
         assert (report.staging_bytes > 0) == (dtype is not None)
         # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
         assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)
+
+
+KINDS = ("deepseek_v3",)
+MORE_KINDS = ("tied", "mixtral")
+
+
+def saved_by_pickle(folders: dict[str, Path], root: Path) -> None:
+    """In files, of which one is transposed: its column slices are short runs, and gaps between them are read
+    through."""
+    ratios = []
+    for name in LEGACY:
+        folder = root / "legacy" / name
+        kind = name.split()[0]
+        model = sharded_meta_model(kind, folder)
+        report = load_weights(model, folder, allow_pickle=True, dtype=torch.float32)
+        assert_same_model(model, plain_model(kind, folders[kind]), name)
+        assert not report.missing_keys and not report.unexpected_keys
+        ratios.append(report.read_ratio)
+    assert max(ratios[:-1]) <= 1.01 and ratios[-1] < 2.2
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        from_pretrained(folder)
+    model = from_pretrained(folder, allow_pickle=True)
+    assert_same_model(model, plain_model("llama", folders["llama"]), "from_pretrained")
+
+
+LEGACY: dict[str, dict[str, Any]] = {
+    "llama": {"files": 3}, "mixtral": {"files": 3}, "llama transposed": {"files": 1, "transpose": True},
+}  # fmt: skip
+
+
+def save_all(kinds: tuple[str, ...], folders: dict[str, Path], root: Path) -> None:
+    for kind in kinds:
+        model = loaded(kind, folders[kind])
+        optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
+        job = {"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}
+        dcp.save(job, checkpoint_id=root / "job" / kind)
+    mesh = init_device_mesh("cpu", (3,))
+    model = loaded("mixtral", folders["mixtral"], mesh=mesh, shard_placement_fn=last_even_dim)
+    dcp.save(model.state_dict(), checkpoint_id=root / "columns")
+    dcp.save(loaded("llama", folders["llama"]).state_dict(), checkpoint_id=root / "plain")
+
+
+def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
+    ratios = []
+    for kind, source in [("llama", root / "plain"), *((job.name, job) for job in (root / "job").iterdir())]:
+        model = sharded_meta_model(kind, folders[kind])
+        report = load_weights(model, source)
+        assert_same_model(model, plain_model(kind, folders[kind]), str(source))
+        assert not report.missing_keys and not report.unexpected_keys, str(report)
+        ratios.append(report.read_ratio)
+    return ratios
+
+
+def saved_in_columns(folders: dict[str, Path], root: Path) -> None:
+    model = sharded_meta_model("mixtral", folders["mixtral"], dtype=torch.bfloat16, shard_placement_fn=last_even_dim)
+    report = load_weights(model, root / "columns", dtype=torch.float32)
+    assert_same_model(model, plain_model("mixtral", folders["mixtral"]), "columns")
+    assert report.read_ratio < 1.5, "half the columns of such tiny chunks: the gaps are shorter than a page"
+
+
+def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -> None:
+    """The prefix of the base model is found, and what has no place is told."""
+    given = {"config": folders["llama"], "output_loading_info": True}
+    base, report = from_pretrained(root / "plain", auto_class=AutoModel, **given)
+    assert report.unexpected_keys == ("lm_head.weight",) and not report.missing_keys
+    assert torch.equal(full(base.norm.weight), plain_model("llama", folders["llama"]).model.norm.weight)
+    headed, report = from_pretrained(
+        root / "plain", auto_class=AutoModelForSequenceClassification, num_labels=5, **given
+    )
+    assert report.missing_keys == report.initialized_keys == ("score.weight",)
+    assert full(headed.score.weight).std() > 0
+
+
+WAYS = (saved_by_dcp, saved_in_columns, into_the_base_model_and_another_head, saved_by_pickle)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ways"), [(KINDS, WAYS), pytest.param(MORE_KINDS, WAYS[:1], marks=pytest.mark.nightly)]
+)
+def test_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Path, kinds, ways) -> None:
+    for name, options in LEGACY.items():
+        pickled_copy(folders[name.split()[0]], tmp_path / "legacy" / name, **options)
+    run_ranks(save_all, 3, kinds, folders, tmp_path)
+    for results in run_ranks(run_cases, 2, ways, folders, tmp_path):
+        ratios = [ratio for some in results.values() for ratio in some or ()]
+        assert len(ratios) == 1 + len(kinds) and max(ratios) <= 1.01, ratios
+
+
+def sharded(folder: Path) -> PreTrainedModel:
+    return sharded_meta_model("llama", folder)
+
+
+def copy(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
+    target = folder.parent / name
+    if dist.get_rank() == 0:
+        change(Path(shutil.copytree(folder, target)))
+    dist.barrier()
+    return target
+
+
+@contextmanager
+def preadv(replacement: Callable[..., int], rank: int) -> Iterator[None]:
+    with patch("os.preadv", replacement if dist.get_rank() == rank else os.preadv):
+        yield
+
+
+def is_untouched(model: nn.Module) -> bool:
+    return all(p.is_meta for p in model.parameters())
+
+
+def broken(*_: Any) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def file_that_shrinks_under_the_reader(folder: Path) -> None:
+    model = sharded(folder)
+    shrinking = copy(folder, "shrinking", lambda f: None)
+    calls: list[int] = []
+    real = os.preadv
+
+    def shrink(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        calls.append(position)
+        if len(calls) == 1:  # a part of what is asked for, and then nothing is left
+            os.truncate(os.readlink(f"/proc/self/fd/{descriptor}"), position + 8)
+        return real(descriptor, buffers, position)
+
+    with preadv(shrink, rank=1):
+        message = refusal(lambda: load_weights(model, shrinking))
+    assert "shrank since its header was read" in message and "rank 1" in message
+    assert dist.get_rank() == 0 or len(calls) > 1
+    assert is_untouched(model)
+
+
+def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
+    """A failure that is no CheckpointError stays what it is on its rank; the others are told."""
+    model = sharded(folder)
+
+    def exhausted(*_: Any) -> int:
+        raise MemoryError("no memory")
+
+    with preadv(exhausted, rank=1), pytest.raises((MemoryError, CheckpointError)) as caught:
+        load_weights(model, folder)
+    kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
+    assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
+    assert is_untouched(model)
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
+        model(torch.ones(1, 3, dtype=torch.long))  # FSDP2 does not recover from a pass that it refused
+
+
+def another_try(folder: Path) -> None:
+    """After a load that failed, loading works; over weights that were there, a failed load leaves NaN, not a
+    mixture."""
+    model = sharded(folder)
+    with preadv(broken, rank=1):
+        message = refusal(lambda: load_weights(model, folder))
+    assert "Reading the checkpoint (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
+    assert "rank 1: " in message and "Input/output error" in message
+    assert is_untouched(model)
+    assert "on meta" in refusal(lambda: save_pretrained(model, folder.parent / "saved"))
+    assert not list(folder.parent.glob("saved/*.safetensors"))
+    load_weights(model, folder)
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+    model(torch.ones(1, 3, dtype=torch.long))
+    with preadv(broken, rank=1):
+        message = refusal(lambda: load_weights(model, folder))
+    assert "weights that had storage are partly overwritten, so they were filled with NaN" in message
+    assert all(p.to_local().isnan().all() for p in model.parameters())
+    load_weights(model, folder)
+    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+
+
+def wait_for_storage(folder: Path) -> None:
+    """Rank 1's storage does not answer in the middle of reading until it is named there; then loading goes on."""
+    real_preadv, named = os.preadv, threading.Event()
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    last = sorted(folder.glob("*.safetensors"))[-1]
+
+    def stuck(descriptor: int, *rest: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(last):
+            assert named.wait(60)
+        return real_preadv(descriptor, *rest)
+
+    def warn(text: str, **_: Any) -> None:
+        if f"{last}: no answer at byte" in text:  # other files may be slow, too
+            named.set()
+
+    model = sharded(folder)
+    while storage._watcher.is_alive():  # that of an earlier load warns as late as it did there
+        time.sleep(0.01)
+    soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
+    with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage, "warn", warn):
+        load_weights(model, folder)
+    assert named.is_set() == (dist.get_rank() == 1)
+    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+
+
+def fail_under_fsdp1(folder: Path) -> None:
+    """Flat parameters have storage before they are loaded, and other tensors refer to it: it becomes NaN."""
+    model = build_meta_model(folder)
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
+    with preadv(broken, rank=1):
+        message = refusal(lambda: load_weights_fsdp1(wrapped, folder))
+    assert "filled with NaN" in message and "rank 1: " in message
+    assert all(p.isnan().all() for p in wrapped.parameters())
+    load_weights_fsdp1(wrapped, folder)
+    assert all(p.isfinite().all() for p in wrapped.parameters())
+
+
+FAILURES = (
+    file_that_shrinks_under_the_reader,
+    memory_that_is_exhausted_on_one_rank,
+    another_try,
+    wait_for_storage,
+    fail_under_fsdp1,
+)
+
+
+def test_two_ranks_load_what_one_does_and_fail_alike_without_a_half_model(folders: Any, tmp_path: Path) -> None:
+    """What no file holds, tied weights under one name or both, a module from outside transformers; and every failure
+    is the same on all ranks."""
+    folder, tied = Path(shutil.copytree(folders["llama"], tmp_path / "llama")), folders["tied"]
+    (module := tmp_path / "module").mkdir()
+    good = [untied_copy(tied, tmp_path / "equal", equal=True), only_head(tied, tmp_path / "head")]
+    cases: dict[str, Callable[[], Any]] = {
+        "incomplete": partial(load_incomplete, folders["llama"]),
+        "tied": partial(load_ties, good, untied_copy(tied, tmp_path / "different", equal=False)),
+        "module": partial(load_plain_module, module),
+        **{case.__name__: partial(case, folder) for case in FAILURES},
+    }
+    found = run_ranks(run_cases, 2, cases)
+    are_alike([each["incomplete"] for each in found], run_ranks(load_incomplete, 1, folders["llama"]))

@@ -75,13 +75,13 @@ def test_the_core_loads_trains_and_saves_without_the_rooms_below(core: Path, tmp
 
 
 BESIDE = (
-    "test_conversion",
     "test_core",
     "test_export",
     "test_extending",
     "test_notebook",
     "test_opening",
     "test_phases",
+    "test_pieces",
 )
 BESIDE += ("test_certificates", "test_gpu_plan", "test_space")
 """Tests of core and more, or whose helpers need more."""
