@@ -34,7 +34,7 @@ from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
 from tests.api import AVERAGES, MANIFEST, all_ranks, owners_of, patched, problem_of, wait_for_all_ranks
-from tests.ranks.test_interrupted_saves import hearing
+from tests.ranks.test_saves import hearing
 
 # ---- at each moment of a save ----
 
