@@ -301,7 +301,9 @@ def test_a_save_that_fails_leaves_what_was_there(
     limits = {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 1}
     (tmp_path / "own").mkdir()
     try:
-        run_ranks(on_ranks, 2, server.url, {name: FAULTS[name]}, folders, tmp_path / "own", config_kwargs=limits)
+        run_ranks(
+            partial(on_ranks, config_kwargs=limits), 2, server.url, {name: FAULTS[name]}, folders, tmp_path / "own"
+        )
     finally:
         server.fault = lambda *_: None
 
