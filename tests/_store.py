@@ -7,12 +7,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from urllib.request import urlopen
 
 import fsspec
 import torch.distributed as dist
 
 from tests._dist import run_cases
+from tests.api import all_ranks
 
 
 class Server:
@@ -27,10 +30,20 @@ class Server:
         """The largest body that each rank sent."""
         self.fault: Callable[[str, str, str, Any], int | None] = lambda rank, method, path, environ: None
         """Says with which status a request fails."""
+        self.left = 0
+
+    def _nth(self, who: str, rank: str, method: str, *_: Any) -> int | None:
+        self.left -= rank.startswith(who) and method in ("PUT", "POST", "DELETE")
+        return 403 if self.left == 0 and rank.startswith(who) and method in ("PUT", "POST", "DELETE") else None
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         found = re.search(r"Credential=([\w-]+)/", environ.get("HTTP_AUTHORIZATION", ""))
         rank, method, path = found[1] if found else "", environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if path.startswith("/fail/"):
+            answer, (who, self.left) = str(self.left), (path.split("/")[2], int(path.split("/")[3]))
+            self.fault = partial(self._nth, who)
+            start("200 OK", [])
+            return [answer.encode()]
         status = self.fault(rank, method, path + "?" + environ.get("QUERY_STRING", ""), environ)
         length = int(environ.get("CONTENT_LENGTH") or 0)
         if status is not None:
@@ -85,6 +98,17 @@ def use(url: str, name: str, **options: Any) -> None:
         "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 5, "read_timeout": 5},
         **options,
     }
+
+
+def fail_at(rank: str, n: int) -> int:
+    """Let the n-th writing request of ranks whose name begins so fail; how many were left of the last time. All ranks
+    call."""
+    all_ranks(None)
+    left = 0
+    if dist.get_rank() == 0:
+        url = fsspec.config.conf["s3"]["client_kwargs"]["endpoint_url"]
+        left = int(urlopen(f"{url}/fail/{rank}/{n}").read())
+    return all_ranks(left)[0]
 
 
 def forget() -> None:

@@ -195,7 +195,8 @@ def _only_job(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # a lock that is left locks nothing, and the state is saved
+                file.unlink(missing_ok=True)
 
 
 def remove_leftovers(parent: Path, pattern: str) -> None:

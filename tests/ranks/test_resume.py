@@ -21,7 +21,7 @@ from hf_fsdp_tools import CheckpointError, ConfigError, FSDPPlugin, from_pretrai
 from tests._checkpoints import no_space
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, full_states, logged, make_rows, new_accelerator
-from tests.api import local_device, using_format
+from tests.api import all_ranks, local_device, using_format
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -227,32 +227,42 @@ def _without_interruption(source, out):
     return trainer
 
 
+WRITE_DATA = "torch.distributed.checkpoint.filesystem.{}.write_data"
 FAULTS = (
-    (1, "hf_fsdp_tools.saving.save.write_transfers"),  # weights
-    (0, "pathlib.Path.unlink"),  # what rank 0 does alone before the Trainer's own collectives
+    (1, "hf_fsdp_tools.saving.save.write_transfers", True),  # weights
+    (0, "pathlib.Path.unlink", True),  # what rank 0 does alone before the Trainer's own collectives
+    (1, WRITE_DATA.format("_FileSystemWriter"), False),
 )
-"""A rank, and what fails on it alone in the middle of saving."""
+"""A rank, what fails on it alone in the middle of saving, and whether that is at once."""
 MORE_FAULTS = (
-    (1, "numpy.random.get_state"),  # random states
-    (0, "hf_fsdp_tools.saving.manifest.write_durably"),  # the list of files, last of all
-    (1, "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data"),  # optimizer
-    (0, "transformers.trainer_callback.TrainerState.save_to_json"),  # what declares a checkpoint complete
-    (0, "transformers.trainer.Trainer._save_scaler"),  # what rank 0 does alone before others save random states
-    (1, "hf_fsdp_tools.saving.manifest.sync"),  # bringing all to disk
+    (1, "numpy.random.get_state", True),  # random states
+    (0, "hf_fsdp_tools.saving.manifest.write_durably", True),  # the list of files, last of all
+    (1, WRITE_DATA.format("FileSystemWriter"), True),  # optimizer
+    (0, "transformers.trainer_callback.TrainerState.save_to_json", True),  # what declares a checkpoint complete
+    (0, "transformers.trainer.Trainer._save_scaler", True),  # what rank 0 does alone before others save random states
+    (1, "hf_fsdp_tools.saving.manifest.sync", True),  # bringing all to disk
+    (1, "os.pwritev", False),
+    (0, "hf_fsdp_tools.saving.manifest.write_durably", False),
 )
 
 
 def _faults(faults, source, out):
-    trainer = _trainer(_model(source), out, max_steps=1, save_total_limit=1, eval_strategy="no")
-    trainer.train()
-    good = {path.name: path.stat().st_size for path in (out / "checkpoint-1").rglob("*") if path.is_file()}
-    trainer.args.max_steps = 2
-    for rank, target in faults:
+    settings = {"save_total_limit": 1, "eval_strategy": "no"}
+    _trainer(_model(source), out, max_steps=1, **settings).train()
+    good = _content(out / "checkpoint-1")
+    for rank, target, blocking in faults:
+        often = {"max_steps": 2} if blocking else {"max_steps": 60, "save_steps": 2}
+        trainer = _trainer(_model(source), out, **settings, **often)
+        trainer.fsdp_settings.blocking = blocking
         broken = patch(target, no_space) if dist.get_rank() == rank else nullcontext()
-        with broken, pytest.raises(Exception, match="No space left on device"):
+        with broken, pytest.raises(Exception if blocking else CheckpointError, match="No space left on device"):
             trainer.train(resume_from_checkpoint=str(out / "checkpoint-1"))
-        assert good == {p.name: p.stat().st_size for p in (out / "checkpoint-1").rglob("*") if p.is_file()}, target
+        assert len(set(all_ranks(trainer.state.global_step))) == 1, target
         dist.barrier()
+        assert _content(out / "checkpoint-1") == good, target
+        assert blocking or not (out / "checkpoint-2").exists(), target
+        dist.barrier()
+    trainer = _trainer(_model(source), out, max_steps=2, **settings)
     with pytest.raises(CheckpointError, match="checkpoint-2"):
         trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     trainer.train(resume_from_checkpoint=True)
@@ -260,6 +270,10 @@ def _faults(faults, source, out):
     # besides the empty file that rank 0 could not unlink
     left = [path.name for path in out.iterdir() if not path.name.startswith(".seen-by-all")]
     assert left == ["checkpoint-2"], "the older one is deleted now"
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _numbered_states(source, out):

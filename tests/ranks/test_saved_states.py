@@ -29,12 +29,12 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.streams import LOADERS
-from tests._checkpoints import full, no_space
+from tests._checkpoints import full
 from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.api import AVERAGES, MANIFEST, all_ranks, owners_of, patched, problem_of, wait_for_all_ranks
-from tests.ranks.test_interrupted_saves import hearing
+from tests.api import AVERAGES, MANIFEST, patched, problem_of, wait_for_all_ranks
+from tests.ranks.test_saves import hearing
 
 # ---- at each moment of a save ----
 
@@ -111,26 +111,6 @@ def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) ->
     assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
 
 
-def a_number_that_exists(source: Path, out: Path) -> None:
-    """A run that was started again without a resume: at each moment the older checkpoint is whole, or the new one."""
-    saved = []
-    for blocking in (None, False):
-        folder, remembers = out / "run", Remembers()
-        settings = {"max_steps": 1, "callbacks": [remembers], "ours": {"blocking": blocking is not False}}
-        trainer = _trainer(source, folder, learning_rate=1e-3 * len(saved) + 1e-3, **settings)
-        watching = dist.get_rank() == 0 and blocking is not None
-        with moments(folder, out / "copies", watching) as seen:
-            trainer.train()
-        saved.append(remembers.contents["checkpoint-1"])
-        for copy in (moment / "checkpoint-1" for moment in seen):
-            assert not problem_of(copy) and _content(copy) in saved[-2:], copy
-            assert (copy / "mine.json").exists()
-        assert len(seen) > 20 or not watching
-        (folder / "checkpoint-1" / "mine.json").touch()
-        dist.barrier()
-    assert saved[0] != saved[1] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
-
-
 class FailsAlone(ShardedTrainer):
     """On one rank something fails before the collectives of a save, in code that is not the package's."""
 
@@ -192,28 +172,6 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     assert trainer.state.global_step == 3 and not problem_of(out / "False" / "checkpoint-3")
 
 
-FULL = {"os.pwritev": 1, "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data": 1}
-FULL |= {f"{owner.__name__}.write_durably": 0 for owner in owners_of("write_durably")}
-"""What writes weights, the optimizer, the manifest; and the rank on which it finds no space."""
-
-
-def no_space_in_the_background(targets: list[str], source: Path, out: Path) -> None:
-    """Training ends on all ranks, the older state stays and is what a resume takes."""
-    _trainer(source, out, max_steps=1).train()
-    before, steps = _content(out / "checkpoint-1"), []
-    for target in targets:
-        trainer = _trainer(source, out, ours={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
-        broken = patch(target, no_space) if dist.get_rank() == FULL[target] else nullcontext()
-        with broken, pytest.raises(CheckpointError, match="No space left on device"):
-            trainer.train(resume_from_checkpoint=True)
-        steps.append(trainer.state.global_step)
-        dist.barrier()
-        assert _content(out / "checkpoint-1") == before, target
-        assert not (out / "checkpoint-2").exists(), target
-        dist.barrier()
-    assert len(set(all_ranks(tuple(steps)))) == 1
-
-
 def removed_while_it_is_saved(source: Path, out: Path) -> None:
     _trainer(source, out, max_steps=1, save_total_limit=1).train()
     before = _content(out / "checkpoint-1")
@@ -265,14 +223,12 @@ def test_at_each_moment_of_a_training_a_whole_state_is_there_and_nothing_else_co
 
 ALONE = [partial(fails_alone_while_the_optimizer_is_saved, rank) for rank in (0, 1)]
 SAVES = {
-    "a number that exists": a_number_that_exists,
     "fails alone": ALONE[1],
     "in the background": the_same_is_saved_in_the_background,
-    "no space": partial(no_space_in_the_background, [*FULL][1:2]),
     "removed": removed_while_it_is_saved,
     "a folder of each rank": a_folder_of_each_rank,
 }
-OTHER_SAVES = {"fails alone": ALONE[0], "no space": partial(no_space_in_the_background, [*FULL][::2])}
+OTHER_SAVES = {"fails alone": ALONE[0]}
 
 
 @pytest.mark.parametrize("saves", [SAVES, pytest.param(OTHER_SAVES, marks=pytest.mark.nightly)], ids=["usual", "more"])
