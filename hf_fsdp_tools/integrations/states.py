@@ -235,12 +235,12 @@ def _take_place(staging: Path, folder: Path, files: Sequence[str]) -> None:
                     raise
         else:
             staging.rename(folder)
-        sync(folder.parent)
     except OSError as error:
         raise CheckpointError(
             f"Cannot finish {str(folder)!r}: {error}. What was saved there before is still there."
         ) from None
     try:
+        sync(folder.parent)
         _remove(former)
         shutil.rmtree(staging.parent)
     except OSError as error:

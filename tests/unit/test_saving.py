@@ -259,6 +259,10 @@ def test_a_rename_that_fails_is_undone_and_a_folder_that_cannot_be_made_is_one_e
         place.take_place()
     place.held.close()
     assert (folder / "scheduler.bin").read_text() == "old"
+    late = patch.object(states, "sync", side_effect=OSError(5, "Input/output error"))
+    with late, pytest.raises(CheckpointError, match=r"state' is saved, but .*Input/output error"):
+        save(folder, "new")
+    assert (folder / "scheduler.bin").read_text() == "new"
 
 
 def test_two_jobs_that_save_to_one_folder_are_told_so_and_leftovers_of_others_are_deleted(tmp_path: Path) -> None:
