@@ -42,14 +42,12 @@ from hf_fsdp_tools import (
     wait_for_saves,
 )
 from hf_fsdp_tools.saving import hidden_folder, publish
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from hf_fsdp_tools.saving.manifest import read_manifest
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, no_space, refusal
 from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
-from tests.api import all_ranks
+from tests.api import HiddenFolder, all_ranks, read_manifest
 from tests.ranks.test_hub import short_sleeps, use_and_run
 
 OLD, NEW = 5, 6

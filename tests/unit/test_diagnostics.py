@@ -17,13 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, diagnose, estimate_memory
 from hf_fsdp_tools.diagnostics import environment
-from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis
-from hf_fsdp_tools.diagnostics.environment import rehearse
 from hf_fsdp_tools.errors import BlockDetectionError
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
 from tests._checkpoints import KINDS, make_model
 from tests._dist import fake_ranks
-from tests.api import Finding, check_environment, local_tensor
+from tests.api import Diagnosis, Finding, check_environment, local_tensor, rehearse
 
 ROOT = Path(__file__).parents[2]
 

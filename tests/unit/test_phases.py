@@ -18,13 +18,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.sharding import patches
-from hf_fsdp_tools.sharding.fsdp2_internals import refuse_without
-from hf_fsdp_tools.sharding.phases import Hook, Surgery, describe_hooks, remove_hooks
-from hf_fsdp_tools.sharding.sharding import Feature
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
-from tests.api import Phase, Sharding, Step, at_steps, features, install, names_of_fsdp2
+from tests.api import (
+    Feature,
+    Hook,
+    Phase,
+    Sharding,
+    Step,
+    Surgery,
+    at_steps,
+    describe_hooks,
+    features,
+    install,
+    names_of_fsdp2,
+    refuse_without,
+    remove_hooks,
+)
 
 
 def sharded(**options: object) -> nn.Module:

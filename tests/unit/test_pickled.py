@@ -20,10 +20,8 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from hf_fsdp_tools import CheckpointError, from_pretrained
 from hf_fsdp_tools.loading import index as index_module
-from hf_fsdp_tools.loading.formats.dcp import parse_dcp
-from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from tests._checkpoints import make_checkpoint, pickled_copy, plain_model
-from tests.api import METADATA, CheckpointIndex, StoredTensor, load_pickled
+from tests.api import METADATA, CheckpointIndex, StoredTensor, load_pickled, parse_dcp, parse_pickled
 
 
 def state_dict() -> dict[str, Any]:

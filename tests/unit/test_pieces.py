@@ -21,20 +21,20 @@ from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools import CheckpointError, save_pretrained
-from hf_fsdp_tools.loading.conversion import LoadMap
-from hf_fsdp_tools.loading.formats.stored import Stored
-from hf_fsdp_tools.loading.regions import slice_piece
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import make_checkpoint, make_model, randomize, stored_tensors, tiny_config
 from tests.api import (
     Box,
     CheckpointIndex,
+    LoadMap,
     Piece,
     PieceTensor,
+    Stored,
     View,
     local_boxes,
     map_loading,
     persistent_tensors,
+    slice_piece,
     slice_view,
 )
 from tests.ranks.test_save import Doubled

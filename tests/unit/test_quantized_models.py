@@ -22,14 +22,22 @@ from hf_fsdp_tools import CheckpointError, ConfigError, FSDPToolsError, from_pre
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.loading.quantized import dequantize
-from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
-from hf_fsdp_tools.loading.quantized.dequantize import RULES
-from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
-from tests.api import CheckpointIndex, PackedForm, PackedPart, add_to_note, packed_parameters, patched, weights_4bit
+from tests.api import (
+    RULES,
+    CheckpointIndex,
+    PackedForm,
+    PackedPart,
+    add_to_note,
+    keep_by_config,
+    keep_stored,
+    packed_parameters,
+    patched,
+    weights_4bit,
+)
 
 SIZES = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,11 +8,9 @@ from transformers.models.doge import modeling_doge
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.extensions.context_parallel import _padded as padded
-from hf_fsdp_tools.extensions.context_parallel import check_rows
-from hf_fsdp_tools.extensions.readers import KEYS, find_readers, mixes_tokens_itself
 from hf_fsdp_tools.extensions.readers import _of_part_of_heads_in as of_part_of_heads_in
-from hf_fsdp_tools.extensions.rows import Rows, of_tokens
 from tests._checkpoints import tiny_config
+from tests.api import KEYS, Rows, check_rows, find_readers, mixes_tokens_itself, of_tokens
 
 modeling_beam = pytest.importorskip("transformers.models.beam.modeling_beam", reason="transformers 5.23 has it")
 ATTENTION, CONVOLUTION = "ALL_ATTENTION_FUNCTIONS", "causal_conv1d_fn"

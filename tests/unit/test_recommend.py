@@ -12,9 +12,7 @@ import pytest
 
 from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight import recommend
-from hf_fsdp_tools.foresight.recommend import EVERY, GAIN, ON_HOST, Cost
-from hf_fsdp_tools.foresight.setup import setting_words
-from tests.api import gpu_named, show_bytes
+from tests.api import EVERY, GAIN, ON_HOST, Cost, gpu_named, setting_words, show_bytes
 
 GPU = gpu_named("h100-80gb").memory_bytes
 

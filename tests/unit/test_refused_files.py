@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_fsdp_tools import CheckpointError, FSDPToolsError, LaunchConfig, from_pretrained, load_adapter
 from hf_fsdp_tools.errors import storage_errors
-from hf_fsdp_tools.loading.formats.dcp import parse_dcp
-from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from hf_fsdp_tools.loading.quantized.by_config import _matches
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
 from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
@@ -35,6 +33,8 @@ from tests.api import (
     _problem_of_state,
     load_pickled,
     matched,
+    parse_dcp,
+    parse_pickled,
     patched,
     read_manifest,
     refuse_damage,

@@ -18,9 +18,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError, rank_timeout
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
-from hf_fsdp_tools.distributed.rounds import rounds_of_thread
-from tests.api import Box, Rounds, agreed, wait_for_all_ranks
+from tests.api import Box, Lookout, Rounds, StoreClient, agreed, rounds_of_thread, wait_for_all_ranks
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 

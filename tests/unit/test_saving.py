@@ -14,9 +14,17 @@ import pytest
 
 from hf_fsdp_tools import CheckpointError, TrainerSettings
 from hf_fsdp_tools.integrations import resume, states
-from hf_fsdp_tools.integrations.resume import last_complete, rotate
-from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
-from tests.api import MANIFEST, check_sums, problem_of, read_manifest, write_manifest
+from tests.api import (
+    MANIFEST,
+    StateSave,
+    check_sums,
+    last_complete,
+    problem_of,
+    read_manifest,
+    remove_checkpoint,
+    rotate,
+    write_manifest,
+)
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:

@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.loading.bands import band_of
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
-from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, transfer_of, views_into
 from tests._dist import fake_ranks
 from tests.api import (
     METADATA,
     Box,
     Exchange,
+    Limits,
     Part,
     Piece,
     PieceTensor,
@@ -31,12 +30,16 @@ from tests.api import (
     View,
     as_dtensor,
     assign_owners,
+    band_of,
     check_dcp,
+    cut_batches,
     holders_of,
     patched,
     plan_buckets,
     refuse_damage,
     slice_view,
+    transfer_of,
+    views_into,
 )
 
 RANKS = 64

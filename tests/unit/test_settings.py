@@ -24,12 +24,20 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_fsdp_tools import ConfigError, Float8Policy, FSDPPlugin, LaunchConfig, WrapPolicy
 from hf_fsdp_tools.integrations import interpret, settings, state
-from hf_fsdp_tools.integrations.config import SETTINGS, rows_of
 from hf_fsdp_tools.integrations.plugin import _read_version
-from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
 from hf_fsdp_tools.steps import make_wrap_plan
 from tests._checkpoints import make_model
-from tests.api import OWN_KEYS, TRAINING_KEYS, VARIABLES, YAML_KEYS, Recompute, as_recompute
+from tests.api import (
+    OWN_KEYS,
+    SETTINGS,
+    TRAINING_KEYS,
+    VARIABLES,
+    YAML_KEYS,
+    Recompute,
+    as_recompute,
+    plugin_arguments,
+    rows_of,
+)
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -19,25 +19,28 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools import ConfigError, Muon, TrainingSetup
-from hf_fsdp_tools.foresight.events import EventWriter, Mark, Parameter, TensorSize
 from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS, Step, optimizer_step
-from hf_fsdp_tools.foresight.setup import DTYPES
-from hf_fsdp_tools.foresight.tracing.dry_run import casts_of_weights
-from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.steps import WrapPlan, build_meta_model, make_wrap_plan
 from tests._checkpoints import make_model
 from tests.api import (
+    DTYPES,
     MUON,
     Alloc,
     Axes,
+    EventWriter,
     Gradient,
+    Mark,
+    Parameter,
+    Recorder,
     Sharding,
+    TensorSize,
     Trace,
     Work,
     WrapUnit,
     allocate,
     apply_sharding,
     build,
+    casts_of_weights,
     check_kind,
     checkpoint_activations,
     compose,

@@ -26,14 +26,20 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.loading.fill import read_into
-from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.quantized import by_config, keep
-from hf_fsdp_tools.loading.quantized.dequantize import RULES
-from hf_fsdp_tools.loading.quantized.recognize import with_floats
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import QUANTIZED, Tensors, of_linear
-from tests.api import Box, CheckpointIndex, PieceTensor, Reader, weights_4bit
+from tests.api import (
+    RULES,
+    Box,
+    CheckpointIndex,
+    PieceTensor,
+    Reader,
+    StoredTensor,
+    read_into,
+    weights_4bit,
+    with_floats,
+)
 
 Shape = tuple[int, ...]
 Config = dict[str, Any]

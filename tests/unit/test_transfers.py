@@ -22,12 +22,20 @@ from hypothesis import strategies as st
 
 from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.io import durable, files
-from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, Writer
-from hf_fsdp_tools.loading.io.staging import Ring, buffer_sizes
 from hf_fsdp_tools.loading.report import _resident
 from tests._late import POISON, LateSideStream, Machine
 from tests._transfers import read_transfers
-from tests.api import MemoryWatch, Reader, Transfer, row_major_strides, write_transfers
+from tests.api import (
+    MAX_GAP_BYTES,
+    MemoryWatch,
+    Reader,
+    Ring,
+    Transfer,
+    Writer,
+    buffer_sizes,
+    row_major_strides,
+    write_transfers,
+)
 
 MIB = 2**20
 
