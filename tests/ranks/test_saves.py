@@ -448,7 +448,8 @@ def test_a_failure_at_any_change_is_undone(source: Path, tmp_path: Path, names: 
     assert found[0] == found[1]
     for name, of_ranks in found[0].items():
         (kept, saved), (kept_by_second, _) = of_ranks
-        assert kept > 3 and 0 < saved < 30, (name, of_ranks)
+        few = 0 if CELLS[name].new.endswith("B") else 1  # an adapter, a state or an export changes less
+        assert kept > 5 - 2 * few and 1 - few < saved < 30, (name, of_ranks)
         assert kept_by_second or CELLS[name].new in ("adapter", "export"), "what rank 1 writes fails, too"
 
 
