@@ -695,9 +695,9 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(value[0] if isinstance(value, list) and value else value, RemovableHandle):
             own.remove(key)
     twin.__dict__.update(fresh)
-    for key, hook in module._forward_hooks.items():
+    for place, hook in module._forward_hooks.items():
         if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
-            twin._forward_hooks[key] = hook
+            twin._forward_hooks[place] = hook
     with replaced(*module.parameters(), grad=None):  # gradients are not copied; those of DTensors cannot be
         for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
             twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
