@@ -146,6 +146,12 @@ def plain_model(kind: str, folder: Path, **options: Any) -> PreTrainedModel:
     return type(make_model(kind)).from_pretrained(folder, **options)
 
 
+def four_bits(storage: torch.dtype = torch.bfloat16, **options: Any) -> hf.BitsAndBytesConfig:
+    """4-bit weights as QLoRA has them, computed in fp32; each setting may be another."""
+    given = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    return hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage, **(given | options))
+
+
 def lora(**options: Any) -> LoraConfig:
     """A small adapter of a language model; each setting may be another."""
     return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options})

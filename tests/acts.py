@@ -24,41 +24,44 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from hf_fsdp_tools import WrapPolicy
 from tests._dist import hide_gpus, run_ranks
+from tests.behaviour.behaviours import QUIET, SAVE, STATE, WORDS
+from tests.behaviour.features import made
 from tests.behaviour.sides import Act, Layout, make_files, play
 
-BF16 = {"mp_policy": "bf16"}
 WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight"))
+KEPT = WrapPolicy(reshard_after_forward={"*": False})
+untied = partial(replace, model_type="qwen3")
 LAYOUTS = {
-    "one rank": Layout(1),
-    "one rank bf16": Layout(1, options=BF16),
-    "one rank lora": Layout(1, "qwen3", is_adapter=True),
-    "2 ranks": Layout(2),
-    "2 ranks bf16": Layout(2, "qwen3", options=BF16),
-    "tied": Layout(2, "qwen3", is_tied=True),
-    "tied one rank bf16": Layout(1, "qwen3", options=BF16, is_tied=True),
-    "hsdp": Layout(4, dims={"dp_replicate_size": 2}),
-    "cp": Layout(2, dims={"cp_size": 2}),
-    "tp": Layout(2, dims={"tp_size": 2}),
-    "ep": Layout(2, "qwen3_moe", dims={"ep_size": 2}),
-    "mixture": Layout(2, "mixtral"),
-    "offload": Layout(2, options={"offload_policy": True}),
-    "kept": Layout(2, options={"policy": WrapPolicy(reshard_after_forward={"*": False})}),
-    "whole": Layout(2, options={"policy": WHOLE}),
-    "lora": Layout(2, "qwen3", is_adapter=True),
-    "lora bf16": Layout(2, "qwen3", options=BF16, is_adapter=True),
+    "one rank": made("one rank"),
+    "one rank bf16": made("one rank", "bf16"),
+    "one rank lora": untied(made("one rank", "LoRA")),
+    "2 ranks": made(),
+    "2 ranks bf16": untied(made("bf16")),
+    "tied": made("tied"),
+    "tied one rank bf16": made("tied", "one rank", "bf16"),
+    "hsdp": made("HSDP"),
+    "cp": made("cp"),
+    "tp": made("tp"),
+    "ep": made("mixture", "ep"),
+    "mixture": replace(made(), model_type="mixtral"),
+    "offload": made("offload"),
+    "kept": replace(made(), options={"policy": KEPT}),
+    "whole": replace(made(), options={"policy": WHOLE}),
+    "lora": untied(made("LoRA")),
+    "lora bf16": untied(made("LoRA", "bf16")),
 }
 # ---- the acts ----
 
 PASS = "loss = model(input_ids=ids({n}), labels=ids({n}), use_cache=False).loss"
 BASE = "loss = base(model)(input_ids=ids({n}), use_cache=False).last_hidden_state.pow(2).mean()"
-QUIET = "with torch.no_grad(): "
-WORDS = "min_new_tokens=3, max_new_tokens=3, do_sample=False"
 GENERATE = f"words = model.generate(input_ids=ids({{n}})[:, :4], {WORDS})"
 CHANGES = (
     QUIET + "[p.mul_(0.9) for p in model.parameters()]",
@@ -76,7 +79,6 @@ OPTIMIZERS = (
     "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
 )
 ACCELERATOR = "accelerator = make_accelerator()"
-STATE = "kept = {key: value.clone() for key, value in model.state_dict().items()}"
 
 
 class Rule:
@@ -125,7 +127,7 @@ RULES = {
     "state dict": Rule(3, STATE, gives="kept"),
     "load state dict": Rule(2, "model.load_state_dict(kept)", needs="kept"),
     "load weights": Rule(1, "load_weights(model)", forbids="adapter"),
-    "save": Rule(2, ("save_pretrained(model)", "saved = opened()")),
+    "save": Rule(2, SAVE),
     "save in the background": Rule(1, "save_pretrained(model, blocking=False)", gives="pending"),
     "open": Rule(2, "saved = opened()", needs="pending"),
     "store state": Rule(2, "store(model, optimizer)", needs="optimizer", gives="stored"),
@@ -177,7 +179,7 @@ def drawn(layout: Layout, seed: object, without: Sequence[str] = ()) -> list[Act
     last = PASS.replace("{n}", "9")
     backward = "accelerator.backward(loss)" if "prepared" in facts else "loss.backward()"
     step = [("optimizer.step()",)] if "optimizer" in facts else []
-    return [*acts, (last, backward), *step, (QUIET + last,), (STATE,)]
+    return [*acts, (last, backward), *step, (QUIET + last,), STATE]
 
 
 # ---- many sequences ----

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tests.behaviour.sides import Act, Layout
 
 QUIET = "with torch.no_grad(): "
+WORDS = "min_new_tokens=3, max_new_tokens=3, do_sample=False"
 LOAD = ("model = load()",)
 BASE = ("model = load_base()",)
 STATE = ("kept = {key: value.clone() for key, value in model.state_dict().items()}",)
@@ -103,8 +104,7 @@ def copied(layout: Layout) -> list[Act]:
 
 
 def generated(layout: Layout) -> list[Act]:
-    words = "min_new_tokens=3, max_new_tokens=3, do_sample=False"
-    generate = ("model.eval()", f"words = model.generate(input_ids=ids(1)[:, :4], {words})")
+    generate = ("model.eval()", f"words = model.generate(input_ids=ids(1)[:, :4], {WORDS})")
     return [LOAD, generate, ("model.train()",), passed(0), generate]
 
 

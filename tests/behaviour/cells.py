@@ -9,7 +9,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from tests.behaviour.behaviours import BEHAVIOURS
-from tests.behaviour.features import AXES
+from tests.behaviour.features import AXES, made
 from tests.behaviour.sides import Layout
 
 Cell = tuple[str, ...]
@@ -44,10 +44,7 @@ ABSENT: dict[frozenset[str], str] = {
 
 
 def layout_of(cell: Cell) -> Layout:
-    layout = Layout(2)
-    for makers, name in zip(AXES.values(), cell[1:], strict=True):
-        layout = makers[name](layout)
-    return layout
+    return made(*cell[1:])
 
 
 def words_of(cell: Cell) -> str:

@@ -79,3 +79,13 @@ AXES: dict[str, dict[str, Maker]] = {
         "streamed steps": _streamed,
     },
 }
+
+
+def made(*names: str) -> Layout:
+    """The layout that has these features, in the order of their axes, and of each other axis the first."""
+    unknown = {*names} - {name for makers in AXES.values() for name in makers}
+    assert not unknown, f"no axis has {unknown}"
+    layout = Layout(2)
+    for makers in AXES.values():
+        layout = makers[next((name for name in names if name in makers), next(iter(makers)))](layout)
+    return layout

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_fsdp_tools
@@ -35,7 +35,15 @@ from hf_fsdp_tools import (
     wait_for_saves,
 )
 from hf_fsdp_tools.steps import load_weights
-from tests._checkpoints import dequantized_by_transformers, full, make_quantized, randomize, stored_tensors, tiny_config
+from tests._checkpoints import (
+    dequantized_by_transformers,
+    four_bits,
+    full,
+    make_quantized,
+    randomize,
+    stored_tensors,
+    tiny_config,
+)
 from tests._training import new_accelerator
 from tests.api import local_tensor, part_of, steps_in_backward, telling
 
@@ -67,9 +75,13 @@ class Layout:
         return isinstance(self.options.get("mp_policy"), Float8Policy)
 
     @property
+    def is_recurrence(self) -> bool:
+        return self.model_type == "qwen3_5_text"
+
+    @property
     def noise(self) -> int:
         """How much rounding there is: none, as in bf16, or 8 bits in a recurrence, of whose gradients none is left."""
-        return 7 if self.is_float8 and self.model_type == "qwen3_5_text" else int(self.is_float8 or self.is_bf16)
+        return 7 if self.is_float8 and self.is_recurrence else int(self.is_float8 or self.is_bf16)
 
     @property
     def auto_class(self) -> Any:
@@ -148,11 +160,6 @@ NAMES = (
     "early", "streamed",
 )  # fmt: skip
 FOUR_BITS = "4 bits"
-
-
-def four_bits() -> BitsAndBytesConfig:
-    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options)
 
 
 def of_adapter(model_type: str) -> dict[str, Any]:
@@ -464,7 +471,7 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
         elif have.shape != want.shape or (have.dtype != want.dtype and what not in ("loss", "norm", "step")):
             problems.append(f"{what} of {name}: {have.dtype} {[*have.shape]} and not {want.dtype} {[*want.shape]}")
         else:
-            allowed = bound(what, want, largest, steps, plain.layout.noise)
+            allowed = bound(what, want, largest, steps, plain.layout)
             mine, theirs = this_rank_of(have, want)
             far = (mine.double() - theirs.double()).abs() if mine.numel() else torch.zeros(1)
             worst, limit = (far.mean(), allowed[1]) if plain.layout.noise else (far.max(), allowed[0])
@@ -473,18 +480,19 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
     return "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
-def bound(what: str, value: torch.Tensor, largest: float, steps: int, noise: int) -> tuple[float, float]:
+def bound(what: str, value: torch.Tensor, largest: float, steps: int, layout: Layout) -> tuple[float, float]:
     """How far the largest and the mean difference of a value may be; where it is rounding that differs, assumed."""
-    size = float(value.double().abs().max()) if value.numel() else 0.0
+    size, noise = float(value.double().abs().max()) if value.numel() else 0.0, layout.noise
     size = max(size, 1e-2 * largest) if what == "gradient" else size
     if what in ("requires_grad", "step"):
         return 0.0, 0.0
     is_weight = what in ("weight", "kept", "saved")
     if not noise:
-        share = 1e-2 * LR * steps * is_weight  # of steps that divide by small moments
-        return 1e-4 * max(1, steps) * size + share + 1e-7, float("inf")
+        grown = steps * layout.is_recurrence  # rounding grows in it, and where a step divides by small moments
+        return 1e-4 * max(1, grown) * size + 1e-2 * LR * grown * is_weight + 1e-7, float("inf")
     if is_weight:
-        return 2.1 * LR * steps, 0.3 * noise * LR * steps + 1e-6  # a step of the other sign
+        sign = 2.1 if layout.is_float8 else 1.5  # whether a first step may have the other one
+        return sign * LR * steps + 1e-6, 0.3 * noise * LR * steps + 1e-6
     if what in ("loss", "norm"):
         return noise * ((0.02 if what == "loss" else 0.05) + 0.02 * steps) * size, float("inf")
     if what == "gradient":
@@ -575,7 +583,7 @@ def make_files(layout: Layout, folder: Path) -> Path:
         return folder
     config = telling(tiny_config(layout.model_type, 4))
     text = config.get_text_config()
-    if layout.model_type != "qwen3_5_text":  # of which the fourth layer is another
+    if not layout.is_recurrence:  # of which the fourth layer is another
         kinds = {"layer_types": text.layer_types[:2]} if getattr(text, "layer_types", None) else {}
         sizes = ("num_hidden_layers", "num_layers", "num_decoder_layers")
         text.update({name: 2 for name in sizes if hasattr(text, name)} | kinds)

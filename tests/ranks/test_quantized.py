@@ -28,7 +28,15 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.loading.quantized import four_bits as packing
 from hf_fsdp_tools.steps import load_weights
-from tests._checkpoints import assert_same_tensors, full_state, randomize, refusal, small_llama, stored_tensors
+from tests._checkpoints import (
+    assert_same_tensors,
+    four_bits,
+    full_state,
+    randomize,
+    refusal,
+    small_llama,
+    stored_tensors,
+)
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged
 from tests._training import train as run_steps
@@ -37,11 +45,6 @@ from tests.api import all_ranks, beside_4bit, shard_added, weights_4bit
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 
 STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
-
-
-def four_bits(storage: torch.dtype = torch.bfloat16, **options: Any) -> BitsAndBytesConfig:
-    given = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage, **(given | options))
 
 
 def lora(**options: Any) -> LoraConfig:
