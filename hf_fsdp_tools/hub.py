@@ -103,10 +103,10 @@ def fetch(
 
 
 def _in_a_line(error: Exception) -> str:
-    """An error of huggingface_hub; why, for a file that was neither sent nor cached."""
+    """An error of huggingface_hub; why, for a file that was neither sent nor cached, or could not be put."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+    if isinstance(error, LocalEntryNotFoundError | RuntimeError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return f"{type(error).__name__}: {first_lines(error, 4)}"
 
