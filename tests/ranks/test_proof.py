@@ -424,6 +424,11 @@ def test_a_launch_file_gives_the_layout(tmp_path, capfd):
     assert status == 0 and "dp_shard_size 2 x cp_size 2: 4 CPU ranks" in said.out and said.out.endswith("\nproved\n")
 
 
+def test_equal_values_of_another_dtype_differ():
+    of_dtypes = [{"a": torch.ones(2, dtype=dtype)} for dtype in (torch.bfloat16, torch.float32)]
+    assert compare.unequal(*of_dtypes) == "1 tensors differ, a first" and not compare.unequal(*of_dtypes[:1] * 2)
+
+
 def test_ranks_that_fail_make_no_proof():
     proof = _proof([{"error": "rank 0 failed: x"}])
     assert isinstance(proof, Proof) and not proof.is_proved and "rank 0 failed: x" in str(proof)

@@ -432,6 +432,23 @@ def test_names_dtypes_and_sizes_that_do_not_fit_are_one_error_by_their_headers(t
         assert "[" in refused(tmp_path, good | {key: more}, row.config)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_that_no_quantisation_gives_are_one_error(tmp_path: Path, name: str) -> None:
+    """NaN, which exponents have at 255, and zero where the smallest blocks are none."""
+    row = FORMATS[name]
+    for key, tensor in (good := row.store(row.weight(3, 6))).items():
+        is_scale = "scale" in key.rpartition(".")[2] and not key.endswith(UNREAD)
+        bytes_of_bad = [255] if tensor.itemsize == 1 else [255, 0]
+        for bad in bytes_of_bad if is_scale else ():
+            damaged = tensor.clone()
+            damaged.view(-1)[-1:].view(torch.uint8).fill_(bad)
+            index = opened(tmp_path, good | {key: damaged}, row.config)
+            (stored,) = [PieceTensor.stored(found, torch.float32) for found in index.tensors.values()]
+            whole = Box(start=(0,) * stored.dim(), length=tuple(stored.shape))
+            with Reader(staging_bytes=2**17, side=None) as reader, pytest.raises(CheckpointError, match="1 scales"):
+                read_into([(torch.empty(stored.shape), stored, whole)], index, reader, staging_bytes=2**17)
+
+
 PLAIN_ONCE = r".* make a plain checkpoint of it once .*model\.dequantize\(\)"
 REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "blocks of another size": ("fp8 in short blocks", {"weight_block_size": [7, 16]}, {}, "nor on blocks of 7 x 16"),
