@@ -80,8 +80,11 @@ class Layout:
 
     @property
     def noise(self) -> int:
-        """How much rounding there is: none, as in bf16, or 8 bits in a recurrence, of whose gradients none is left."""
-        return 7 if self.is_float8 and self.is_recurrence else int(self.is_float8 or self.is_bf16)
+        """How much rounding there is: none, as in bf16, in a recurrence (a tenth of its gradients in bf16), or 8 bits in
+        one, of whose gradients none is left."""
+        if self.is_recurrence:
+            return 7 if self.is_float8 else 2 * self.is_bf16
+        return int(self.is_float8 or self.is_bf16)
 
     @property
     def auto_class(self) -> Any:
@@ -491,7 +494,7 @@ def bound(what: str, value: torch.Tensor, largest: float, steps: int, layout: La
         grown = steps * layout.is_recurrence  # rounding grows in it, and where a step divides by small moments
         return 1e-4 * max(1, grown) * size + 1e-2 * LR * grown * is_weight + 1e-7, float("inf")
     if is_weight:
-        sign = 2.1 if layout.is_float8 else 1.5  # whether a first step may have the other one
+        sign = 2.1 if layout.is_float8 or layout.is_recurrence else 1.5  # whether a first step may have the other one
         return sign * LR * steps + 1e-6, 0.3 * noise * LR * steps + 1e-6
     if what in ("loss", "norm"):
         return noise * ((0.02 if what == "loss" else 0.05) + 0.02 * steps) * size, float("inf")
