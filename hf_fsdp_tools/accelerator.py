@@ -29,6 +29,14 @@ def computes_bfloat16(device: torch.device) -> bool:
     return bool(check(including_emulation=False) if emulated else check())
 
 
+def runs_documents(device_type: str) -> bool:
+    """Whether the devices of this process run torch's attention for lengths that vary (`torch.nn.attention.varlen`):
+    NVIDIA's GPUs from Ampere on, compute capability 8.0 (source: torch's `sdp_utils.cpp`)."""
+    is_built = device_type == "cuda" and torch.version.cuda is not None
+    is_built = is_built and torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def device_title(device: torch.device) -> str | None:
     """The device's own name, such as "NVIDIA H100 80GB HBM3"; None where torch does not say."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,7 +1,7 @@
 """The way to `extensions/`: its modules are named here alone, so that the core runs without the folder."""
 
+from collections.abc import Collection
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
@@ -13,10 +13,9 @@ FEATURES = ("context_parallel", "float8", "liger", "packed_rows", "streamed", "t
 its layers are whole, and weights are converted before shards of them are offloaded."""
 
 
-def features_of_extensions() -> list[Any]:
-    """The `FEATURE` of each of these modules; none where the folder is not there."""
-    is_there = find_spec(_FOLDER) is not None
-    return [import_module(f"{_FOLDER}.{name}").FEATURE for name in FEATURES if is_there]
+def features_asked_for(asked: Collection[str]) -> list[Any]:
+    """The `FEATURE` of each of these modules that is asked for; the others are not imported."""
+    return [extension(name).FEATURE for name in FEATURES if name in asked]
 
 
 def extension(name: str) -> Any:

@@ -17,7 +17,7 @@ import pytest
 
 import hf_fsdp_tools
 from tests._documents import advise
-from tests.api import features, names_of_fsdp2
+from tests.api import ALWAYS, FEATURES, names_of_fsdp2
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -176,11 +176,12 @@ MAY_NAME_A_FEATURE = {
     ("sharding.compile", "sharding.recompute"),
     ("sharding.whole", "sharding.hooks"),  # hooks of precision, which units have too
 }  # fmt: skip
-"""Modules of the core, and the modules of its own features that they import beside `shard.features`."""
+"""Modules of the core, and the modules of its own features that they import beside `shard.ALWAYS`."""
 
 
 def test_the_core_knows_features_by_their_list_alone():
-    named = {type(feature).__module__.partition(".")[2] for feature in features()}
+    named = {type(feature).__module__.partition(".")[2] for feature in ALWAYS}
+    named |= {f"extensions.{name}" for name in FEATURES}
     names = {(name, other) for name, path in modules().items() for other in imports(path) & named}
     assert {each for each in names if room_of(each[0]) in CORE and each[0] != "sharding.shard"} == MAY_NAME_A_FEATURE
 

@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.readers import (
+    Reads,
     find_readers,
     hooks_of_readers,
     may_read_keys,
@@ -37,10 +38,10 @@ from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.alike import IGNORED
-from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, install, remove_hooks
+from hf_fsdp_tools.sharding.phases import Hook, Installed, Phase, Surgery, install, remove_hooks
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
 
@@ -93,8 +94,8 @@ def _tried(model: nn.Module, size: int) -> str:
     How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
     """
     for module in model.modules():  # another size was perhaps tried before
-        if note_of(module).reads:
-            add_to_note(module, reads="")
+        if Reads.of(module).way:
+            Reads.put(module, way="")
     twin = copy_on_meta(model)
     if (run := _running(twin, 4 * size)) is None:  # values decide what it computes (images), so nothing can be said
         return ""
@@ -105,7 +106,7 @@ def _tried(model: nn.Module, size: int) -> str:
     while True:
         for module in found:
             for each in (module, model.get_submodule(names[module])):
-                add_to_note(each, reads=way)
+                Reads.put(each, way=way)
         rows = Rows(None, 0, size)
         install(twin, _made(twin, rows))
         try:
@@ -143,7 +144,7 @@ def _other_way(twin: Any, running: list[nn.Module], rows: Rows) -> tuple[list[nn
         return alike, "keys" if may_read_keys(failed, readers[failed]) else "rows"
     decoder = _decoder(twin)
     is_after = rows.reached_blocks and decoder in running and not any(block in running for block in blocks)
-    return [decoder] if is_after and not note_of(decoder).reads else [], "rows"
+    return [decoder] if is_after and not Reads.of(decoder).way else [], "rows"
 
 
 class ContextParallel(Feature):
@@ -157,18 +158,17 @@ class ContextParallel(Feature):
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
         """The model is tried on meta while its layers are whole."""
-        if axes.rows is not None:
-            check_rows(model, axes.dims.cp_size)
+        check_rows(model, axes.dims.cp_size)
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """The model is tried on meta, unless it was before it was divided."""
-        if sharding.axes.rows is not None and not sharding.is_divided:
+        if not sharding.is_divided:
             check_rows(model, sharding.axes.dims.cp_size)
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
         """Rows are cut and joined, and heads exchanged around attention."""
-        if (mesh := sharding.axes.rows) is None:
-            return ()
+        mesh = sharding.axes.rows
+        assert mesh is not None
         return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
 
 
@@ -186,7 +186,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
     decoder, with_loss = _decoder(model), _with_loss(model)
     base = getattr(model, "base_model", model)
-    joins_at_end = note_of(decoder).reads == "rows"
+    joins_at_end = Reads.of(decoder).way == "rows"
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
         *hooks_of_readers(blocks, rows),
@@ -204,7 +204,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
 
 def whole_outputs(model: nn.Module) -> AbstractContextManager[None]:
     """A block in which a model gives the outputs of whole rows next to a loss too, which take more memory."""
-    hooks = (hook for module in model.modules() for hook in note_of(module).hooks if isinstance(hook, Hook))
+    hooks = (hook for module in model.modules() for hook in Installed.of(module).hooks if isinstance(hook, Hook))
     found = (hook.call.keywords.get("rows") for hook in hooks if isinstance(hook.call, partial))
     return replaced(next((rows for rows in found if rows is not None), Rows(None, 0, 1)), joins_outputs=True)
 
@@ -213,7 +213,7 @@ def _blocks(model: Any) -> dict[str, nn.Module]:
     """The blocks of the decoder's largest stack, and those that the user chose and that attend, by name."""
     stacks = find_blocks(tree := ModuleTree(_decoder(model)))
     blocks = set(max(stacks, key=_is_of_words_and_size, default=[]))
-    chosen = (block for stack in stacks for block in stack if note_of(block.module).is_block)
+    chosen = (block for stack in stacks for block in stack if Chosen.of(block.module).is_block)
     blocks.update(block for block in chosen if any(map(takes_cache, block.module.modules())))
     return {block.fqn: block.module for block in tree if block in blocks}
 

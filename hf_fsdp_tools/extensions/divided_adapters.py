@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
-from hf_fsdp_tools.modeling.packed import with_added
+from hf_fsdp_tools.modeling.notes import Divided, install_style
+from hf_fsdp_tools.modeling.packed import Packed, with_added
 from hf_fsdp_tools.modeling.packed_weight import Factors, part_name
 
 _OF_EXPERTS = "ParamWrapper"
@@ -28,7 +28,7 @@ def refuse_adapters(model: nn.Module) -> None:
         kind = type(wrapper).__name__
         dora = " with DoRA" if any((getattr(wrapper, "use_dora", None) or {}).values()) else ""
         can_be = kind in ("Linear", "Embedding") or (kind == _OF_EXPERTS and wrapper.num_experts > 1)
-        if note_of(base).parallel and (dora or not can_be):
+        if Divided.of(base).parallel and (dora or not can_be):
             raise ConfigError(
                 f"{name}: a {kind} of PEFT{dora} cannot be divided among ranks as its base is (tp_size, ep_size). Use "
                 "LoRA on linear layers, LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']), or on "
@@ -41,7 +41,9 @@ def divide_adapters(model: nn.Module) -> None:
     where it is cut by columns. The other matrix is whole on every rank. LoRA on fused experts follows these."""
     wrapper: Any
     for wrapper in model.modules():
-        install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
+        install = (
+            Divided.of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
+        )
         if type(wrapper).__name__ == _OF_EXPERTS and (divided := _way_of_experts(wrapper)) is not None:
             _follow_experts(wrapper, *divided)
             continue
@@ -50,18 +52,20 @@ def divide_adapters(model: nn.Module) -> None:
             continue
         matrices: Any = wrapper.lora_B if is_by_rows else wrapper.lora_A
         for matrix in matrices.values():
-            if note_of(matrix).style is None:
+            if Divided.of(matrix).style is None:
                 way = (install.keywords["group"], (Shard(0 if is_by_rows else 1),))
-                add_to_note(matrix, style=install, parallel={"weight": way})
+                Divided.put(matrix, style=install, parallel={"weight": way})
                 install(matrix)
 
 
 def _way_of_experts(wrapper: Any) -> tuple[DeviceMesh, Any, int] | None:
     """Among which ranks the weights of fused experts are divided for which a `ParamWrapper` is, how, and along which
     dimension of (experts, …, …); None where they are not."""
-    note, name = note_of(wrapper.get_base_layer()), wrapper.parameter_name
-    form = note.packed.get(name)
-    group, (place,) = note.parallel.get(name if form is None else part_name(name, "packed"), (None, (None,)))
+    base, name = wrapper.get_base_layer(), wrapper.parameter_name
+    form = Packed.of(base).forms.get(name)
+    group, (place,) = Divided.of(base).parallel.get(
+        name if form is None else part_name(name, "packed"), (None, (None,))
+    )
     if group is None:
         return None
     dim = place.dim % 3
@@ -73,11 +77,11 @@ def _follow_experts(wrapper: Any, group: DeviceMesh, place: Any, dim: int) -> No
     expert together, the second, of each of its `r` columns, one for each expert: both are divided. Where ranks share
     each, both are whole on every rank, which uses a part of one."""
     for name, matrix in wrapper.lora_A.items() if dim == 0 else ():
-        add_to_note(matrix, parallel={"weight": (group, (place,))})
+        Divided.put(matrix, parallel={"weight": (group, (place,))})
         columns = _StridedShard(1, split_factor=wrapper.r[name])
-        add_to_note(wrapper.lora_B[name], parallel={"weight": (group, (columns,))})
-    if note_of(wrapper).style is None:
-        add_to_note(wrapper, style=_add_own_deltas, is_dispatched=dim == 0)
+        Divided.put(wrapper.lora_B[name], parallel={"weight": (group, (columns,))})
+    if Divided.of(wrapper).style is None:
+        Divided.put(wrapper, style=_add_own_deltas, is_dispatched=dim == 0)
         install_style(wrapper)
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
-from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
+from hf_fsdp_tools.modeling.notes import Divided, Note, install_style
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharded, Sharding
 from hf_fsdp_tools.text import did_you_mean
 
 _MULTIPLE = 16
@@ -130,7 +130,7 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
 def _part_of(module: nn.Linear) -> list[int]:
     """The shape that a rank multiplies with, of a shared layer a part; before units are sharded or after."""
     shape = list(module.weight.shape)
-    mesh, placements = note_of(module).parallel.get("weight", (None, ()))
+    mesh, placements = Divided.of(module).parallel.get("weight", (None, ()))
     for placement in placements:
         if isinstance(placement, Shard):
             shape[placement.dim] //= mesh.size()
@@ -242,7 +242,7 @@ class _Scales:
 
     def before_pass(self, model: nn.Module, args: object, kwargs: object) -> None:
         """Renew the scales before a forward pass of the model."""
-        if not note_of(model).gathered:  # then nothing is gathered
+        if not Sharded.of(model).gathered:  # then nothing is gathered
             self._compute()
 
     def renew(self) -> None:
@@ -268,14 +268,21 @@ class _Scales:
         self.seen = _steps
 
 
+@dataclass(frozen=True)
+class Float8Layer(Note):
+    """What is known of a linear layer that computes in FP8."""
+
+    config: Any = None
+    """torchao's."""
+
+
 class Float8(Feature):
     """Linear layers compute in FP8, where the policy of a model is a `Float8Policy`."""
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """The model, the device and the mesh are looked at."""
         policy = sharding.mp_policy
-        if not isinstance(policy, Float8Policy):
-            return
+        assert isinstance(policy, Float8Policy)
         if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
             raise ConfigError(f"FP8 with {policy.param_dtype} is not part of this package. Use bf16 with it.")
         partly = [unit for unit in sharding.plan.units if type(unit.reshard_after_forward) is int]
@@ -286,7 +293,7 @@ class Float8(Feature):
                 "cannot of FP8. Use True or False, or bf16."
             )
         for name, layer in float8_layers(tree, policy).items():
-            style = "colwise" if (own := note_of(layer).style) is None else own.keywords["style"]
+            style = "colwise" if (own := Divided.of(layer).style) is None else own.keywords["style"]
             if not style.startswith(_STYLES):
                 last = name.rpartition(".")[2]
                 raise ConfigError(
@@ -294,11 +301,14 @@ class Float8(Feature):
                     f"Leave it in bf16: Float8Policy(module_filter=lambda _, name: {last!r} not in name)."
                 )
 
+    def describe(self, model: nn.Module) -> str:
+        """How many layers."""
+        return f"FP8 in {sum(Float8Layer.of(module).config is not None for module in model.modules())} linear layers"
+
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Layers get a class that computes in FP8; no value changes."""
         policy, device_type = sharding.mp_policy, sharding.mesh.device_type
-        if not isinstance(policy, Float8Policy):
-            return
+        assert isinstance(policy, Float8Policy)
         config = float8_config(policy, device_type)
         if device_type == "cpu" and (not dist.is_initialized() or dist.get_rank() == 0):
             warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.")
@@ -307,13 +317,13 @@ class Float8(Feature):
             made = import_torchao().convert_to_float8_training(layer, config=own)
             layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
             layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
-            add_to_note(layer, float8=config)
+            Float8Layer.put(layer, config=config)
             install_style(layer)
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
         scales = _Scales(sharding.axes.layers)
-        configs = ((module, note_of(module).float8) for module in model.modules())
+        configs = ((module, Float8Layer.of(module).config) for module in model.modules())
         layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
         gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
         scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank

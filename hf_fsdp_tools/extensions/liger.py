@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _WORD = "use_liger_kernel"
@@ -29,7 +29,7 @@ def use_liger(model: PreTrainedModel, options: bool | Mapping[str, bool]) -> Non
     if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"{_WORD}: Liger has no kernels for {kind}. Leave it out; compile=True fuses operators too.")
     apply_liger_kernel(model, dict(options) if isinstance(options, Mapping) else None)
-    add_to_note(model, is_fused=True)
+    Chosen.put(model, features=Chosen.of(model).features | {"liger"})
 
 
 def refuse_liger(device_type: str, *, shares: bool) -> None:
@@ -48,9 +48,8 @@ class Liger(Feature):
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """Device and mesh are looked at."""
-        if note_of(model).is_fused:
-            dims = sharding.axes.dims
-            refuse_liger(sharding.mesh.device_type, shares=max(dims.cp_size, dims.tp_size) > 1)
+        dims = sharding.axes.dims
+        refuse_liger(sharding.mesh.device_type, shares=max(dims.cp_size, dims.tp_size) > 1)
 
 
 FEATURE = Liger()

@@ -18,15 +18,13 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
+from hf_fsdp_tools.extensions.readers import Reads
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _NAME = "sdpa|documents"
 """The name of the pair in transformers' interface."""
-
-_CAPABILITY = (8, 0)
-"""Compute capability from which NVIDIA's GPUs run the kernel: Ampere (source: torch's `sdp_utils.cpp`)."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 """The kernel's."""
@@ -129,23 +127,14 @@ def attend(
     return output.unflatten(0, (rows, length))[..., : value.shape[-1]].contiguous(), None
 
 
-def has_kernel(device_type: str) -> bool:
-    """Whether the devices of this process run the kernel."""
-    is_built = (
-        device_type == "cuda" and torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
-    )
-    return is_built and torch.cuda.get_device_capability() >= _CAPABILITY
-
-
 class PackedRows(Feature):
     """A decoder whose attention is sdpa by default, on a GPU with the kernel, keeps documents of a row apart by it."""
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """The configs name the pair; those of a copied model do so as well."""
         ranks = 1 if sharding.axes.rows is None else sharding.axes.rows.size()
-        if has_kernel(sharding.mesh.device_type):
-            for config in configs_of_documents(model, ranks):
-                config._attn_implementation_internal = _NAME
+        for config in configs_of_documents(model, ranks):
+            config._attn_implementation_internal = _NAME
 
 
 def configs_of_documents(model: Any, ranks: int) -> list[Any]:
@@ -157,11 +146,11 @@ def configs_of_documents(model: Any, ranks: int) -> list[Any]:
     attentions = [*_attentions(inside)]
     configs = list({id(each.config): each.config for each in (*models, *attentions)}.values())
     # Models that hand a mask of flex_attention on do not look into it.
-    is_left = any(note_of(each).attention_is_chosen or not each._supports_flex_attn for each in models)
+    is_left = any(Chosen.of(each).has_attention or not each._supports_flex_attn for each in models)
     is_other = any(config._attn_implementation != "sdpa" for config in configs)
     # Context parallelism divides the heads; where it cannot, ranks attend from a part of a row by a part of the mask.
     heads = [getattr(each.config, "num_attention_heads", ranks) for each in attentions]
-    is_left |= any(note_of(each).reads for each in inside)
+    is_left |= any(Reads.of(each).way for each in inside)
     is_causal = attentions and all(getattr(each, "is_causal", False) for each in attentions)
     return configs if is_causal and not (is_left or is_other or any(each % ranks for each in heads)) else []
 

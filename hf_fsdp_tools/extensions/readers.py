@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.configs import config_of_layer
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Divided, Note
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
 
 _WITH_ANY_MASK = ("eager", "sdpa")
@@ -49,6 +50,14 @@ _FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 # ---- finding ----
 
 
+@dataclass(frozen=True)
+class Reads(Note):
+    """How a module runs under context parallelism that was tried and does not run as it looks."""
+
+    way: str = ""
+    """With the "keys" of whole rows, or with whole "rows". A decoder has here what it does after its blocks."""
+
+
 def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[str]]]:
     """Yield the readers below a module, each with the functions around which so many ranks exchange heads, or with the
     cache that gathers keys.
@@ -58,7 +67,7 @@ def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[
     for child in module.children():
         inner, functions = list(find_readers(child, size)), _functions(type(child).forward)
         if takes_cache(child) or functions or _convolutions(child) or _takes(child, "att.*mask"):
-            if note_of(child).reads == "keys":
+            if Reads.of(child).way == "keys":
                 yield child, KEYS
                 continue
             is_known = bool(functions or inner) and all(way for _, way in inner)
@@ -74,7 +83,7 @@ def may_read_keys(module: Any, way: frozenset[str]) -> bool:
     """Whether a reader may be tried with the keys of whole rows: attention that takes a cache and any mask."""
     is_attention = _ATTENTION in _functions(type(module).forward) and hasattr(module, "config")
     takes_both = len({*KEYS, "attention_mask"} & {*_parameters(type(module).forward)}) == 2
-    is_tried = way == KEYS or note_of(module).reads
+    is_tried = way == KEYS or Reads.of(module).way
     return is_attention and takes_both and not is_tried and module.config._attn_implementation in _WITH_ANY_MASK
 
 
@@ -93,8 +102,8 @@ def mixes_tokens_itself(block: nn.Module) -> bool:
 
 
 def _needs_whole_rows(module: Any, functions: frozenset[str], size: int) -> bool:
-    is_replaced = "forward" in vars(module) and note_of(module).style is None  # by a kernel for the whole module
-    if is_replaced or note_of(module).reads or (_convolutions(module) and _CONVOLUTION not in functions):
+    is_replaced = "forward" in vars(module) and Divided.of(module).style is None  # by a kernel for the whole module
+    if is_replaced or Reads.of(module).way or (_convolutions(module) and _CONVOLUTION not in functions):
         return True
     if _ATTENTION not in functions:
         return False

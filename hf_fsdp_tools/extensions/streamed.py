@@ -56,12 +56,11 @@ _SUMS_AHEAD = 2
 class Streamed(Feature):
     """Copies, sums and steps on the CPU, for units that FSDP2 offloads."""
 
-    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook]:
         """Nothing around forward passes: units say when they gather."""
-        if sharding.is_offloaded:
-            stream_units(model, partial(StreamedUnit, of_model=_Pass()), HostCopy)
-            _step_away()
-        yield from ()
+        stream_units(model, partial(StreamedUnit, of_model=_Pass()), HostCopy)
+        _step_away()
+        return ()
 
 
 FEATURE = Streamed()

@@ -29,11 +29,13 @@ from hf_fsdp_tools.distributed.mesh import Axes, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.divided_adapters import divide_adapters, refuse_adapters
 from hf_fsdp_tools.extensions.divided_head import DividedHead
+from hf_fsdp_tools.extensions.float8 import Float8Layer
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, reads_child, replaced, slots
-from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
+from hf_fsdp_tools.modeling.notes import Divided, install_style
 from hf_fsdp_tools.modeling.packed import (
+    Packed,
     listed_as_parameters,
     packed_parameters,
     packed_parts,
@@ -100,11 +102,11 @@ class DividedLayers(Feature):
         for module in model.modules():
             held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
             if held:
-                add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
+                Divided.put(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
 
     def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """A mesh with these axes needs a model that was divided."""
-        if sharding.is_divided and not _is_divided(model):
+        if not _is_divided(model):
             raise ConfigError(
                 f"The mesh is {sharding.axes.dims}, and {type(model).__name__} is not divided. Call "
                 "parallelize_model(model, mesh) before make_wrap_plan."
@@ -119,7 +121,7 @@ class DividedLayers(Feature):
                 install_style(copy)
         tuner: Any = getattr(model, "base_model", None)
         for name in ("merge_adapter", "merge_and_unload"):
-            if hasattr(type(tuner), name) and _is_divided(model):
+            if hasattr(type(tuner), name):
                 let_answer(tuner, name, _refuse_merge)
 
     def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
@@ -128,7 +130,7 @@ class DividedLayers(Feature):
         A head that an adapter wraps, and a loss other than that of the next word, take full logits.
         """
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        style = note_of(head).style if isinstance(head, nn.Linear) else None
+        style = Divided.of(head).style if isinstance(head, nn.Linear) else None
         group = sharding.axes.layers
         if group is None or style is None or style.keywords["style"] != "colwise_gather_output":
             return
@@ -183,7 +185,7 @@ def _divide_bytes(module: Any, name: str, form: PackedForm, style: str, group: D
             else:
                 own = placeholder(module._parameters[part], (group, [place]))
                 module._parameters[part] = nn.Parameter(own, requires_grad=False)
-        add_to_note(module, packed_parts={**note_of(module).packed_parts, name: part_of_form(form, dim, size)})
+        Packed.put(module, parts={**Packed.of(module).parts, name: part_of_form(form, dim, size)})
         module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
 
 
@@ -216,7 +218,7 @@ def bytes_along(form: PackedForm, name: str, dim: int, pieces: int) -> dict[str,
 
 def _is_divided(model: nn.Module) -> bool:
     """Whether layers or experts of a model are divided among ranks."""
-    return any(note_of(module).parallel for module in model.modules())
+    return any(Divided.of(module).parallel for module in model.modules())
 
 
 def checked_rules(
@@ -424,7 +426,7 @@ def _add_style(
     if style == "mla_kv_a_proj":
         module.config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     install = partial(_install, style=style, group=group, layers=layers, by=implementation)
-    add_to_note(module, style=install, is_dispatched=style == DISPATCH)
+    Divided.put(module, style=install, is_dispatched=style == DISPATCH)
     install(module)
 
 
@@ -440,7 +442,7 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
         )
     else:
         # layers in FP8 take DTensors, by which torchao finds scales that ranks share; linear ones would not always
-        seen: Any = SimpleNamespace(**vars(module), forward=module.forward) if note_of(module).float8 else module
+        seen: Any = SimpleNamespace(**vars(module), forward=module.forward) if Float8Layer.of(module).config else module
         ALL_PARALLEL_STYLES[style].install_forward(seen, group)
         module.forward = seen.forward
     module.forward = partial(_run, module.forward)
@@ -496,7 +498,7 @@ def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size
             "give rules that fit: tp_plan={…}."
         ) from error
     changed = [name for name, shape in taken.items() if shape != whole.get(name, shape)]
-    return [name for name in changed if note_of(twin.get_submodule(name)).style is None]
+    return [name for name in changed if Divided.of(twin.get_submodule(name)).style is None]
 
 
 def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
@@ -511,7 +513,7 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     for name, module in twin.named_modules():
         if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
-        if note_of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
+        if Divided.of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
             module.forward = lambda hidden, *routing: hidden
     with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
         run_on_meta(twin, 4 * tp_size)

@@ -68,7 +68,6 @@ from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
-from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
@@ -76,7 +75,7 @@ from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.sharding import sharded_module
+from hf_fsdp_tools.sharding.sharding import Sharded, sharded_module
 from hf_fsdp_tools.stores import local_folder
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -175,7 +174,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         if is_own and getattr(base_of(self.model), "loss_type", None) in _OVER_OWN_ROWS:
             self.model_accepts_loss_kwargs = False
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
-            add_to_note(base_of(self.model), gathered=None if is_gathered else False)
+            Sharded.put(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = 1  # by which TRL divides its tokens; `gather_for_metrics` has counted shared rows once
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             if not self.accelerator.is_fsdp2:

@@ -15,12 +15,11 @@ from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import warn_on_node
-from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
 from hf_fsdp_tools.sharding.shard import recompute_activations
-from hf_fsdp_tools.sharding.sharding import Float8Policy, Sharding, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.sharding import Float8Policy, Sharded, Sharding, sharded_module, sharding_of
 from hf_fsdp_tools.text import did_you_mean
 
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
@@ -195,5 +194,5 @@ def _checkpoint_late(model: nn.Module, sharding: Sharding, recompute: Recompute 
     check_checkpointing(root, recompute)
     sharding = replace(sharding, activation_checkpointing=recompute)
     recompute_activations(root, sharding)
-    add_to_note(root, sharding=sharding)
+    Sharded.put(root, sharding=sharding)
     return sharding

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
+from hf_fsdp_tools.loading.heads import WithHeads
 from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 
 
 def is_version1(model: nn.Module) -> bool:
@@ -56,6 +56,6 @@ def load_into(model: nn.Module, folder: Path) -> None:
         load_weights_fsdp1(model, folder, strict=True)
     else:
         model = getattr(model, "_orig_mod", model)
-        heads = note_of(model).heads  # not the folder's, which has copies of them and may be deleted
+        heads = WithHeads.of(model).heads  # not the folder's, which has copies of them and may be deleted
         load_weights(model, folder, strict=True)
-        add_to_note(model, heads=heads)
+        WithHeads.put(model, heads=heads)

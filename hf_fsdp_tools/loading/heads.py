@@ -4,6 +4,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.match import Match, part_of
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.notes import Note
 from hf_fsdp_tools.modeling.packed import saved_quantization
 from hf_fsdp_tools.stores import name_of, stored_object
 from hf_fsdp_tools.text import listed, quoted
@@ -88,6 +89,13 @@ class _HeadReader(Reader):
         return os.dup(self._opened[file])
 
 
+@dataclass(frozen=True)
+class WithHeads(Note):
+    """What a loaded model's checkpoint has that it has no modules for."""
+
+    heads: Heads | None = None
+
+
 def _close(opened: Mapping[Path, int]) -> None:
     for descriptor in opened.values():
         os.close(descriptor)
@@ -100,11 +108,11 @@ def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
     """
     heads, fact = match.heads if carry or match.beside else None, ""
     if heads is None:
-        add_to_note(model, heads=None)
+        WithHeads.put(model, heads=None)
     else:
         found = (heads, match.stored_heads)
         plain, stored = (each if carry else part_of(each, match.beside.__contains__) for each in found)
-        add_to_note(model, heads=Heads(plain, stored, match.beside))
+        WithHeads.put(model, heads=Heads(plain, stored, match.beside))
     if heads is not None:
         rows = {shape[0] for _, shape, _ in match.resized}
         tables = [key for key, tensor in heads.tensors.items() if tensor.shape and tensor.shape[0] in rows]

@@ -28,7 +28,7 @@ from hf_fsdp_tools.distributed.shards import local_parts, local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
-from hf_fsdp_tools.loading.heads import remember_heads
+from hf_fsdp_tools.loading.heads import WithHeads, remember_heads
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
@@ -37,7 +37,6 @@ from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import floats_held, forget_quantization, refuse_cast
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
@@ -196,7 +195,7 @@ def _report(
         if parameter.is_floating_point():
             count[parameter.dtype] += parameter.numel()
     dtypes = [dtype for dtype, _ in count.most_common()]
-    dequantized, heads = match.dequantized, note_of(model).heads
+    dequantized, heads = match.dequantized, WithHeads.of(model).heads
     return LoadReport(
         checkpoint=match.index.name,
         rank=rank_and_size()[0],

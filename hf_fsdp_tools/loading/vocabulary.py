@@ -19,13 +19,12 @@ from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, original_classes, swap
-from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import none_lost, pack_alike
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
 from hf_fsdp_tools.sharding.placement import parallel_parameters
-from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.sharding import Sharded, sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line, listed
 
 _SLAB_ELEMENTS = 2**20
@@ -154,7 +153,7 @@ def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     base, sharding = sharded_module(model), sharding_of(model)
     if base is not None and sharding is not None:
         plan = measured(sharding.plan, ModuleTree(base))
-        add_to_note(base, sharding=replace(sharding, plan=plan))
+        Sharded.put(base, sharding=replace(sharding, plan=plan))
 
 
 # ---- twins and values ----

@@ -22,8 +22,8 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
 from hf_fsdp_tools.modeling.module_tree import plain_name
-from hf_fsdp_tools.modeling.notes import add_to_note
-from hf_fsdp_tools.modeling.packed import set_aside_quantization
+from hf_fsdp_tools.modeling.notes import Chosen
+from hf_fsdp_tools.modeling.packed import Packed, set_aside_quantization
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import pinned, told
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, kind_of_file, listed, quoted
@@ -177,8 +177,8 @@ def build_meta_model(
     pack_4bit(model, layers)
     model.eval()
     assert isinstance(model, PreTrainedModel)
-    is_chosen = model_kwargs.get("attn_implementation") is not None
-    add_to_note(model, stored_quantization=quantization, attention_is_chosen=is_chosen)
+    Packed.put(model, stored_quantization=quantization)
+    Chosen.put(model, has_attention=model_kwargs.get("attn_implementation") is not None)
     if fused:
         extension("liger").use_liger(model, fused)
     return model

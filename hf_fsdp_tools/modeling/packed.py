@@ -10,6 +10,7 @@ FSDP2 frees the gathered bytes after a pass and gathers them again for the next,
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -21,9 +22,26 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import Note
 from hf_fsdp_tools.modeling.packed_weight import Factors, Look, PackedForm, PackedWeight, product
 from hf_fsdp_tools.text import dtype_name, listed
+
+
+@dataclass(frozen=True)
+class Packed(Note):
+    """What is known of a module, or of a model, whose weights are quantised as stored."""
+
+    forms: Mapping[str, PackedForm] = field(default_factory=dict)
+    """Of each such weight of the module."""
+    parts: Mapping[str, PackedForm] = field(default_factory=dict)
+    """The form of this rank's part of such a weight that ranks share."""
+    compute_dtype: torch.dtype | None = None
+    """In which the module computes, if it is not that of the plain weights."""
+    deltas: Mapping[str, Sequence[Factors]] = field(default_factory=dict)
+    """What adapters add to weights of the module in this pass (`with_added`)."""
+    stored_quantization: Mapping[str, Any] | None = None
+    """How the checkpoint of a plain model is quantised, until it is loaded."""
+
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
@@ -46,7 +64,7 @@ def pack(model: nn.Module, forms: Mapping[str, PackedForm]) -> None:
                 module._parameters[own] = nn.Parameter(empty, requires_grad=False)
     for owner, named in below.items():
         module = model.get_submodule(owner)
-        add_to_note(module, packed=named)
+        Packed.put(module, forms=named)
         module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
 
 
@@ -55,7 +73,7 @@ def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
     return {
         f"{fqn}.{name}".lstrip("."): form
         for fqn, module in model.named_modules()
-        for name, form in note_of(module).packed.items()
+        for name, form in Packed.of(module).forms.items()
     }
 
 
@@ -115,8 +133,8 @@ def pack_alike(twin: nn.Module, model: nn.Module) -> None:
 def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Let weights that no unit casts be multiplied in a dtype; None: that of their floats."""
     for module in model.modules():
-        if note_of(module).packed:
-            add_to_note(module, compute_dtype=dtype)
+        if Packed.of(module).forms:
+            Packed.put(module, compute_dtype=dtype)
 
 
 def trains_in_fp32(base: nn.Module) -> bool:
@@ -191,10 +209,11 @@ def _held(
     module: nn.Module, name: str, dtype: torch.dtype | None = None, *, is_flipped: bool = False
 ) -> tuple[Look, list[torch.Tensor]]:
     """What a module holds in the place of a parameter; `dtype`: of its floats, where it is not that of computation."""
-    note, form = note_of(module), note_of(module).packed[name]
+    note = Packed.of(module)
+    form = note.forms[name]
     tensors = [getattr(module, part) for part in form.parts(name)]
-    if name in note.packed_parts and not isinstance(tensors[0], DTensor):
-        form = note.packed_parts[name]
+    if name in note.parts and not isinstance(tensors[0], DTensor):
+        form = note.parts[name]
     added = note.deltas.get(name, ())
     look = Look(
         form=form,
@@ -208,7 +227,7 @@ def _held(
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
-    dtype, bias = note_of(module).packed["weight"].compute_dtype, module.bias
+    dtype, bias = Packed.of(module).forms["weight"].compute_dtype, module.bias
     look, tensors = _held(module, "weight", dtype, is_flipped=isinstance(module, Conv1D))  # whose weight is (in, out)
     if dtype is None:
         return product(hidden, look, tensors, bias)
@@ -224,16 +243,16 @@ def with_added(
 ) -> Iterator[None]:
     """A block in which a module computes with more than a parameter holds: with what adapters add to it. Where it holds
     floats, the block is within `plain()`."""
-    former = note_of(module).deltas
-    if name not in note_of(module).packed:
+    former = Packed.of(module).deltas
+    if name not in Packed.of(module).forms:
         with plain():
             yield
         return
-    add_to_note(module, deltas={**former, name: (*former.get(name, ()), *added())})
+    Packed.put(module, deltas={**former, name: (*former.get(name, ()), *added())})
     try:
         yield
     finally:
-        add_to_note(module, deltas=former)
+        Packed.put(module, deltas=former)
 
 
 @contextmanager
@@ -242,21 +261,21 @@ def listed_as_parameters(model: nn.Module) -> Iterator[None]:
 
     They have the dtype of the plain weights, to which PEFT rounds new adapters, and not that of computation.
     """
-    packed = {m: note_of(m).compute_dtype for m in model.modules() if note_of(m).packed}
+    packed = {m: Packed.of(m).compute_dtype for m in model.modules() if Packed.of(m).forms}
 
     def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
         yield from listed(*args, recurse=recurse, **kwargs)
         if not recurse:
-            yield from ((name, getattr(module, name)) for name in note_of(module).packed)
+            yield from ((name, getattr(module, name)) for name in Packed.of(module).forms)
 
     for module in packed:
         module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)
-        add_to_note(module, compute_dtype=None)
+        Packed.put(module, compute_dtype=None)
     try:
         yield
     finally:
         for module, compute_dtype in packed.items():
-            add_to_note(module, compute_dtype=compute_dtype)
+            Packed.put(module, compute_dtype=compute_dtype)
             del module.__dict__["named_parameters"]
 
 
@@ -282,7 +301,7 @@ def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
 
     4 bits of bitsandbytes do not count: the model has layers for them, whatever its checkpoint holds.
     """
-    if (noted := note_of(model).stored_quantization) is not None:
+    if (noted := Packed.of(model).stored_quantization) is not None:
         return noted
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
@@ -295,7 +314,7 @@ def forget_quantization(model: nn.Module) -> None:
     """Make a model that holds floats a plain one to everybody who asks, as transformers does after dequantising."""
     if packed_parameters(model):
         return
-    add_to_note(model, stored_quantization=None)
+    Packed.put(model, stored_quantization=None)
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
         set_aside_quantization(config)
@@ -303,7 +322,7 @@ def forget_quantization(model: nn.Module) -> None:
 
 def saved_quantization(model: nn.Module) -> Mapping[str, Any] | None:
     """How saves of a model are quantised, in its checkpoint's own words; None where they hold floats."""
-    return note_of(model).stored_quantization if packed_parameters(model) else None
+    return Packed.of(model).stored_quantization if packed_parameters(model) else None
 
 
 @contextmanager

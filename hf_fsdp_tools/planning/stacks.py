@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name, has_forward
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.text import grouped
 
 MAJOR_SHARE = 0.10
@@ -37,7 +37,7 @@ def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
     known = {node for stack in stacks for block in stack for node in block.walk()}
     chosen: dict[ModuleNode | None, list[ModuleNode]] = {}
     for node in tree:
-        if note_of(node.module).is_block and node not in known:
+        if Chosen.of(node.module).is_block and node not in known:
             chosen.setdefault(node.parent, []).append(node)
             known.update(node.walk())
     return [*stacks, *chosen.values()]

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, Weight, class_name, has_forward
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Divided
 from hf_fsdp_tools.planning.draft import THIN_WRAPPER_SHARE, DraftUnit, PlanDraft
 from hf_fsdp_tools.planning.policy import matching_nodes, nearest_names
 from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
@@ -97,7 +97,7 @@ def add_experts(draft: PlanDraft) -> None:
     """Inside blocks, make experts a unit where they are large: a fused module, or the list of experts as a whole; those
     that ranks share (`parallelize_model`) are always units, of fewer ranks."""
     for node in draft.tree:
-        if note_of(node.module).is_dispatched:
+        if Divided.of(node.module).is_dispatched:
             draft.add_unit([node], True, SHARED_EXPERTS)
     large = draft.policy.expert_unit_params
     for block in (block for stack in draft.stacks for block in stack if draft.unit_at(block)):

@@ -13,13 +13,12 @@ from torch import nn
 from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
-from hf_fsdp_tools.loading.heads import Heads
+from hf_fsdp_tools.loading.heads import Heads, WithHeads
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import Piece, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.weight_files import WEIGHTS
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors, views_of_piece
 from hf_fsdp_tools.text import dtype_name, listed
@@ -88,7 +87,7 @@ def plan_layout(
     """
     refuse_ended(model)
     tensors = outgoing_tensors(model, dtype)
-    heads: Heads | None = note_of(model).heads
+    heads: Heads | None = WithHeads.of(model).heads
     carried: dict[str, SavedTensor] = {}
     if heads is not None and not (index := heads.of(model, carry=carry_heads)).tensors:
         heads = None

@@ -28,7 +28,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import apply_again, apply_sharding, features
+from hf_fsdp_tools.sharding.shard import apply_again, apply_sharding, features_of
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
@@ -111,7 +111,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     if base is None or sharding is None:
         return {}
     inside = set(base.modules())
-    for feature in features():
+    for feature in features_of(base, sharding):
         feature.added(model)
     replaced = _take_up(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
     for module in model.modules():

@@ -6,8 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import floats_held
+from hf_fsdp_tools.sharding.shard import features_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, merge_alike, show_bytes
 
@@ -60,10 +60,10 @@ def describe_sharding(model: nn.Module) -> str:
     for dim in sorted(split.keys() - {0}):
         why = f"split along dimension {dim}, having too few rows for {sharding.mesh.shape[-1]} ranks"
         lines += [f"{why}: {names}" for names in merge_alike(split[dim])]
-    layers = sum(note_of(module).float8 is not None for module in model.modules())
-    in_float8 = f", FP8 in {layers} linear layers" if layers else ""
+    computed = (feature.describe(model) for feature in features_of(model, sharding))
+    words = [dtype_name(compute) if compute else "in the dtype of the weights", *filter(None, computed)]
     lines += [
-        f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}{in_float8}",
+        f"computation  {', '.join(words)}",
         f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {sharding.activation_checkpointing.words if sharding.activation_checkpointing else 'kept'}",
     ]

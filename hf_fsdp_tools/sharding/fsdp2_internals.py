@@ -32,7 +32,8 @@ from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class, replaced
-from hf_fsdp_tools.modeling.notes import install_style, note_of
+from hf_fsdp_tools.modeling.notes import install_style
+from hf_fsdp_tools.sharding.phases import Installed
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
@@ -163,7 +164,7 @@ def reshard_units(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        for cast in note_of(module).casts:
+        for cast in Installed.of(module).casts:
             cast.restore()
 
 
@@ -171,7 +172,7 @@ def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
     copies: dict[int, int] = {}
-    for cast in (each for module in model.modules() for each in note_of(module).casts):
+    for cast in (each for module in model.modules() for each in Installed.of(module).casts):
         copies |= cast.sizes()
     return sum(copies.values()) + sum(  # type: ignore[no-any-return]  # of torch's own records
         entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
@@ -187,7 +188,7 @@ def gather_units(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 make_gathered_memory(module)
                 module.unshard()
-            for cast in note_of(module).casts:
+            for cast in Installed.of(module).casts:
                 cast.cast()
 
 

@@ -19,7 +19,6 @@ from hf_fsdp_tools.distributed.shards import cut_whole
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config, with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.fsdp2_internals import (
@@ -29,6 +28,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     keep_gathered,
     reshard_units,
 )
+from hf_fsdp_tools.sharding.sharding import Sharded
 from hf_fsdp_tools.text import listed
 
 
@@ -53,7 +53,7 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
             cls, own = type(module), own_class(module)
             cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
     if isinstance(model, FSDPModule):
-        is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
+        is_prepared: Any = property(_is_prepared, lambda module, value: Sharded.put(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
     if hasattr(model, "generate") and "generate" not in model.__dict__:
         let_answer(model, "generate", _generate)
@@ -65,7 +65,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _is_prepared(module: nn.Module) -> bool:
-    if not note_of(module).is_prepared:
+    if not Sharded.of(module).is_prepared:
         raise ConfigError(
             f"{type(module).__name__} is sharded, and a Trainer or an Accelerator that does not run FSDP2 prepares it. "
             "In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a "
@@ -220,7 +220,7 @@ def turn_cache_off(model: nn.Module) -> None:
     for i in cached:
         configs[i].use_cache = False
     if cached:
-        add_to_note(model, cached=cached)
+        Sharded.put(model, cached=cached)
 
 
 def _configs(model: Any) -> list[Any]:
@@ -233,7 +233,7 @@ def _configs(model: Any) -> list[Any]:
 def with_cache_as_found(model: nn.Module) -> AbstractContextManager[None]:
     """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
     configs = _configs(model)
-    return replaced(*(configs[i] for i in note_of(model).cached), use_cache=True)
+    return replaced(*(configs[i] for i in Sharded.of(model).cached), use_cache=True)
 
 
 # ---- weights gathered once for a block, as while text is generated ----
@@ -267,12 +267,12 @@ def unsharded(model: nn.Module, gathered: bool = True) -> Iterator[None]:
         >>> second.shape[0]
         1
     """
-    root = next((module for module in model.modules() if note_of(module).sharding), None)
+    root = next((module for module in model.modules() if Sharded.of(module).sharding), None)
     if root is None:
         yield
         return
-    before = note_of(root).gathered
-    add_to_note(root, gathered=gathered)
+    before = Sharded.of(root).gathered
+    Sharded.put(root, gathered=gathered)
     try:
         if gathered:
             with _kept(root):
@@ -280,14 +280,14 @@ def unsharded(model: nn.Module, gathered: bool = True) -> Iterator[None]:
         else:
             yield
     finally:
-        add_to_note(root, gathered=before)
+        Sharded.put(root, gathered=before)
 
 
 @contextmanager
 def _kept(root: nn.Module) -> Iterator[None]:
     """A block in which the units of a root are gathered, and ranks that share nothing else do not wait for others."""
     marked: list[Any] = []
-    if not (note_of(root).sharding.is_divided or note_of(root).sharding.axes.rows):
+    if not (Sharded.of(root).sharding.is_divided or Sharded.of(root).sharding.axes.rows):
         marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
     # By the mark, `generate` goes on until every rank has finished.
     with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):
@@ -296,17 +296,17 @@ def _kept(root: nn.Module) -> Iterator[None]:
 
 def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer `model.generate(…)` on shards; every rank must call, but within `unsharded`."""
-    asked = note_of(model).gathered
+    asked = Sharded.of(model).gathered
     if asked is None:
         with unsharded(model, _fits(model)):
             return _generate(model, plain, *args, **kwargs)
     if asked:
         gather_units(model)  # nothing, unless a save in the block has sharded them
-    axes = note_of(model).sharding.axes
+    axes = Sharded.of(model).sharding.axes
     shared = [mesh for mesh in (axes.layers, axes.rows) if mesh is not None and mesh.size() > 1]
     for mesh in shared:
         compare_inputs((*args, *kwargs.values()), mesh.get_group(), "rows (cp_size, tp_size) and are to generate")
-    draw_alike(shared, note_of(model).sharding.device)
+    draw_alike(shared, Sharded.of(model).sharding.device)
     try:
         with forward_begun(model):
             return plain(*args, **kwargs)
@@ -317,7 +317,7 @@ def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _fits(model: nn.Module) -> bool:
     """Whether the weights can be gathered on every rank. Every rank must call."""
-    sharding = note_of(model).sharding
+    sharding = Sharded.of(model).sharding
     mesh = sharding.mesh
     share = _SHARE / (rank_on_node()[1] if mesh.device_type == "cpu" else 1)
     ranks = None if sharding.is_divided else sorted(mesh.mesh.flatten().tolist())

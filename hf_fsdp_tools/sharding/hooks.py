@@ -20,7 +20,6 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, takes_fp32
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
@@ -41,7 +40,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
 )
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float, in_graph, own_weights, reach_all, with_tensor
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -181,7 +180,7 @@ def _pass(model: nn.Module) -> Iterator[None]:
     yield
     if in_pass(model):  # FSDP2 waits for the end of a pass that has failed
         reshard_units(model)
-    if note_of(model).gathered:
+    if Sharded.of(model).gathered:
         return
     for module in model.modules() if not torch.is_grad_enabled() else ():
         if isinstance(module, FSDPModule):
@@ -385,7 +384,7 @@ class Buffers(Feature):
 
         def share(model: nn.Module, args: object, kwargs: object) -> None:
             nonlocal seen, count, is_changed
-            if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
+            if in_backward() or Sharded.of(model).gathered:  # then ranks run passes of their own
                 return
             own = ({**m._buffers, **dict.fromkeys(m._non_persistent_buffers_set)}.values() for m in holders)
             held = [buffer for each in own for buffer in each if buffer is not None]

@@ -22,11 +22,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import replaced, swap
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, with_added
 from hf_fsdp_tools.modeling.packed_weight import Factors
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
+from hf_fsdp_tools.sharding.sharding import Sharded
 from hf_fsdp_tools.text import first_lines
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
@@ -103,11 +103,11 @@ def names_as_saved() -> Iterator[None]:
 @contextmanager
 def guarded(model: nn.Module, config: Any) -> Iterator[None]:
     """A block in which PEFT makes an adapter of a model, sharded or not."""
-    root = next((module for module in model.modules() if note_of(module).sharding), None)
+    root = next((module for module in model.modules() if Sharded.of(module).sharding), None)
     if root is None:
         yield
         return
-    refuse_for_shards(config, root, note_of(root).sharding)
+    refuse_for_shards(config, root, Sharded.of(root).sharding)
     if config.is_prompt_learning:
         # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
         around: AbstractContextManager[None] = forward_begun(root)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import Note
 from hf_fsdp_tools.text import grouped, merge_alike
 
 
@@ -59,6 +59,19 @@ class Hook:
     call: Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Installed(Note):
+    """What features have installed on a sharded model or a module of it; its copies have nothing of it."""
+
+    hooks: tuple[Any, ...] = ()
+    """Hooks, and what was changed in addition to these."""
+    casts: tuple[Any, ...] = ()
+    """The `CastWeights` of a module whose weights no unit gathers."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Installed":
+        return Installed()
+
+
 class Surgery(Protocol):
     """What a feature has changed in a model in addition to hooks."""
 
@@ -73,21 +86,21 @@ def install(model: nn.Module, made: Iterable["Hook | Surgery"]) -> None:
     hooks = grouped((hook.module, hook) for hook in made if isinstance(hook, Hook))
     for module, own in hooks.items():
         _register(module, sorted(own, key=lambda hook: hook.phase))
-    add_to_note(model, hooks=made)
+    Installed.put(model, hooks=made)
 
 
 def remove_hooks(model: nn.Module) -> None:
     """Take everything off a model that features have installed."""
-    for each in note_of(model).hooks:
+    for each in Installed.of(model).hooks:
         if not isinstance(each, Hook):
             each.remove()
     for module in model.modules():
-        for cast in (casts := note_of(module).casts):
+        for cast in (casts := Installed.of(module).casts):
             cast.restore()
         if casts:
-            add_to_note(module, casts=())
+            Installed.put(module, casts=())
     _unregister(model)
-    add_to_note(model, hooks=())
+    Installed.put(model, hooks=())
 
 
 def _register(module: nn.Module, hooks: list[Hook]) -> None:
@@ -170,7 +183,7 @@ def describe_hooks(model: nn.Module) -> str:
         for module in names
     }
     for root in names:
-        for hook in note_of(root).hooks:
+        for hook in Installed.of(root).hooks:
             if isinstance(hook, Hook):
                 lists[hook.module].append((hook.phase, _name_of(hook.call)))
     alike = grouped(

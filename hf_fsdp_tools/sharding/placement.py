@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Divided
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import units_by_node
 from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
@@ -115,7 +115,7 @@ def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh
     return {
         parameter: way
         for module in model.modules()
-        for name, way in note_of(module).parallel.items()
+        for name, way in Divided.of(module).parallel.items()
         if (parameter := module._parameters.get(name)) is not None
     }
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
-from hf_fsdp_tools.doors import features_of_extensions
+from hf_fsdp_tools.doors import features_asked_for
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import Chosen, Divided
 from hf_fsdp_tools.modeling.packed import compute_in
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
@@ -40,7 +40,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released,
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
 from hf_fsdp_tools.sharding.patches import guard_habits, guard_injection
-from hf_fsdp_tools.sharding.phases import install, remove_hooks
+from hf_fsdp_tools.sharding.phases import Installed, install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
     choose_placement,
@@ -50,18 +50,20 @@ from hf_fsdp_tools.sharding.placement import (
 )
 from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
 from hf_fsdp_tools.sharding.replicated import average_gradients
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharded_modules, sharding_of
+from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding, asked_by, sharded_modules, sharding_of
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
 from hf_fsdp_tools.sharding.whole import Whole
 from hf_fsdp_tools.text import dtype_name, listed
 
+ALWAYS: list[Feature] = [
+    ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), Whole(), SkippedUnits(), Buffers(),
+]  # fmt: skip
+"""What is done to every model in addition to gathering and reducing its units."""
 
-@cache
-def features() -> list[Feature]:
-    """What is done to a model in addition to gathering and reducing its units: by `extensions/`, then by the core. Each
-    call gives the same list."""
-    own = (ParameterChecks, Checkpointing, CompiledBlocks, Units, Whole, SkippedUnits, Buffers)
-    return [*features_of_extensions(), *(kind() for kind in own)]
+
+def features_of(model: nn.Module, sharding: Sharding) -> list[Feature]:
+    """What is done to this model: by `extensions/` where it was asked for, then what is done to every model."""
+    return [*features_asked_for(sharding.asked | Chosen.of(model).features), *ALWAYS]
 
 
 def parallelize_model(
@@ -99,7 +101,7 @@ def parallelize_model(
     """
     axes = axes_of(mesh)
     rules = {"tp_plan": tp_plan, "ep_plan": ep_plan, "ep_implementation": ep_implementation}
-    for feature in features() if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
+    for feature in features_asked_for(asked_by(axes)) if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
         feature.divide(model, axes, rules)
     return model
 
@@ -190,7 +192,7 @@ def checked_sharding(
     axes = axes_of(mesh)
     mesh = axes.shards
     for name in plan.blocks:
-        add_to_note(model.get_submodule(name), is_block=True)
+        Chosen.put(model.get_submodule(name), is_block=True)
     if sharding_of(model) is not None or any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.shape[-1])
@@ -207,7 +209,7 @@ def checked_sharding(
         activation_checkpointing=as_recompute(activation_checkpointing),
         compile=as_compile(compile),
     )
-    for feature in features():
+    for feature in features_of(model, sharding):
         feature.check(model, tree, sharding)
     same_on_all_ranks(
         "sharding the model",
@@ -228,7 +230,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    for feature in features():
+    for feature in features_of(model, sharding):
         feature.before_units(model, tree, sharding)
     apply_sharding(model, sharding, tree)
     return model
@@ -253,7 +255,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
         if sharding.compile is None:
             check_options(options, sharding.mesh.device_type, sharding.activation_checkpointing)
             compile_blocks(module, sharding.plan, options)
-            add_to_note(module, sharding=replace(sharding, compile=dict(options)))
+            Sharded.put(module, sharding=replace(sharding, compile=dict(options)))
 
 
 def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
@@ -290,9 +292,9 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         _apply_fsdp2(model, sharding)
     compute_in(model, sharding.mp_policy.param_dtype)
     mark_for_transformers(model, is_whole=sharding.is_whole)
-    add_to_note(model, sharding=sharding)
+    Sharded.put(model, sharding=sharding)
     remove_hooks(model)
-    install(model, (made for feature in features() for made in feature.hooks(model, tree, sharding)))
+    install(model, (made for feature in features_of(model, sharding) for made in feature.hooks(model, tree, sharding)))
     guard_injection()
 
 
@@ -306,7 +308,7 @@ def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
     mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
-        is_shared = note_of(members[0]).is_dispatched
+        is_shared = Divided.of(members[0]).is_dispatched
         mesh = sharding.axes.expert_shards if is_shared else sharding.mesh
         assert mesh is not None
         with bytes_sharded():
@@ -336,7 +338,7 @@ def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
 def recompute_activations(model: nn.Module, sharding: Sharding) -> None:
     """Turn activation checkpointing on in a sharded model as `sharding` says. Nothing is communicated."""
     checkpoint_activations(model, sharding.activation_checkpointing)
-    install(model, [*note_of(model).hooks, *Checkpointing().hooks(model, ModuleTree(model), sharding)])
+    install(model, [*Installed.of(model).hooks, *Checkpointing().hooks(model, ModuleTree(model), sharding)])
 
 
 def apply_again(
@@ -378,7 +380,7 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     assert sharding is not None
     reshard_units(model)
     twin = copy_released(model, memo)
-    for feature in features():
+    for feature in features_of(twin, sharding):
         feature.again(twin, sharding)
     if sharding.is_whole:
         apply_sharding(twin, sharding)

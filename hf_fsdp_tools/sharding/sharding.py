@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from hf_fsdp_tools.accelerator import runs_documents
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import Note
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.phases import Hook, Surgery
 
@@ -92,9 +93,41 @@ class Sharding:
         return is_alone and not self.is_offloaded and not isinstance(self.mp_policy, Float8Policy)
 
     @property
+    def asked(self) -> frozenset[str]:
+        """The features of `extensions/` that these options ask for."""
+        asked = {
+            "float8": isinstance(self.mp_policy, Float8Policy),
+            "packed_rows": runs_documents(self.mesh.device_type),
+            "streamed": self.is_offloaded,
+        }
+        return asked_by(self.axes) | {name for name, is_asked in asked.items() if is_asked}
+
+    @property
     def is_divided(self) -> bool:
         """Whether ranks share layers or experts."""
         return max(self.axes.dims.tp_size, self.axes.dims.ep_size) > 1
+
+
+_BY_AXIS = {"cp_size": "context_parallel", "tp_size": "tensor_parallel", "ep_size": "tensor_parallel"}
+
+
+def asked_by(axes: Axes) -> frozenset[str]:
+    """The features of `extensions/` that the axes of a mesh ask for."""
+    return frozenset(feature for name, feature in _BY_AXIS.items() if getattr(axes.dims, name) > 1)
+
+
+@dataclass(frozen=True)
+class Sharded(Note):
+    """What is known of a model that `shard_model` sharded."""
+
+    sharding: Any = None
+    """The `Sharding`."""
+    is_prepared: bool = False
+    """Whether an Accelerator of FSDP2 has prepared it."""
+    cached: tuple[int, ...] = ()
+    """Which configs (its own, that of its text) had `use_cache` before it was turned off for training."""
+    gathered: bool | None = None
+    """Whether units stay gathered while it generates; None where memory decides."""
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -114,13 +147,13 @@ def sharded_module(model: nn.Module) -> nn.Module | None:
 def sharded_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
     """Yield the modules at or below `model` that `shard_model` sharded, with how."""
     for module in model.modules():
-        if (sharding := note_of(module).sharding) is not None:
+        if (sharding := Sharded.of(module).sharding) is not None:
             yield module, sharding
 
 
 class Feature:
-    """What one feature does to a model that is sharded. `shard.features` has all, in the order in which they are asked;
-    of forward passes, `phases.Phase` has the order. Each does nothing where it was not asked for."""
+    """What one feature does to a model that is sharded. `shard.features_of` has those that a user asked for, in the
+    order in which they are asked; of forward passes, `phases.Phase` has the order."""
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
         """Change a model that ranks are to share, before it is planned, by the rules of `parallelize_model`."""
@@ -140,3 +173,7 @@ class Feature:
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
         """What runs around the forward passes, of a model whose units are made. Communicate nothing."""
         return ()
+
+    def describe(self, model: nn.Module) -> str:
+        """What `describe_sharding` says of the computation of such a model; "" for nothing."""
+        return ""

@@ -28,12 +28,11 @@ from hf_fsdp_tools.distributed.agreement import all_ranks, by_rank
 from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forward
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import below, first_float, own_weights, reach_all, reach_from_each, with_tensor
-from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs other than a text begin, in transformers: a batch without them does not run their encoder."""
@@ -124,7 +123,7 @@ class _Passes:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
-        if in_backward() or note_of(model).gathered:  # then nothing is gathered, and ranks run passes of their own
+        if in_backward() or Sharded.of(model).gathered:  # then nothing is gathered, and ranks run passes of their own
             return
         self._runs = True
         if self._media:
@@ -239,7 +238,7 @@ class _Passes:
         """Run units empty with a tensor, which is handed on; without one, with one that later results take up."""
         if hidden is not None or not units:
             return hidden if hidden is None else self._join_with(units, hidden)
-        device = note_of(self._model).sharding.mesh.device_type
+        device = Sharded.of(self._model).sharding.mesh.device_type
         self._pending.append(self._join_with(units, torch.zeros((), device=device, requires_grad=needs_grad)))
         return None
 

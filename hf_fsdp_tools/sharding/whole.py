@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map_only
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.hooks import hooks_of_experts, hooks_of_precision, kept_as_stored
-from hf_fsdp_tools.sharding.phases import Hook, Phase
+from hf_fsdp_tools.sharding.phases import Hook, Installed, Phase
 from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import grouped
@@ -177,7 +176,7 @@ def hooks_of_weights(
     ]
     casts = {module: CastWeights(own, dtype) for module, own in grouped(places).items()}
     for module, cast in casts.items():
-        add_to_note(module, casts=(cast,))
+        Installed.put(module, casts=(cast,))
         yield Hook(module, Phase.CONTEXT, cast.in_pass)
         if hasattr(module, "gradient_checkpointing"):
             yield Hook(module, Phase.CAST, cast.cast_again)
@@ -191,7 +190,7 @@ def hooks_of_weights(
     together = [*dict.fromkeys([*shared, *of_head])]
     if together:
         in_pass, lent = CastWeights(together, dtype), LentWeights(of_head, dtype)
-        add_to_note(model, casts=(in_pass, lent, *note_of(model).casts))
+        Installed.put(model, casts=(in_pass, lent, *Installed.of(model).casts))
         yield Hook(model, Phase.CONTEXT, in_pass.in_pass)
         if base is not model:
             yield from (Hook(module, Phase.CAST, lent.take_back) for module in (model, base))

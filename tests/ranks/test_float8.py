@@ -53,7 +53,7 @@ from tests._training import (
     make_rows,
     new_accelerator,
 )
-from tests.api import MULTIPLE, ModuleTree, float8_layers, note_of, patched
+from tests.api import MULTIPLE, Float8Layer, ModuleTree, float8_layers, patched
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,7 +62,7 @@ SIZES = {
 
 
 def is_float8(module: torch.nn.Module) -> bool:
-    return note_of(module).float8 is not None
+    return Float8Layer.of(module).config is not None
 
 
 PER_BLOCK = 7

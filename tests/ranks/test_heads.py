@@ -32,7 +32,7 @@ from tests._checkpoints import (
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.api import all_ranks, note_of, show_bytes
+from tests.api import WithHeads, all_ranks, show_bytes
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
 SIZE = "60KB"
@@ -205,7 +205,7 @@ def sources_that_go_or_change(folders: dict[str, Path], tmp: Path) -> None:
     model = from_pretrained(tmp / "after")
     before = {file.name: file.read_bytes() for file in (tmp / "after").iterdir()}
     all_ranks(None)
-    file = next(iter(note_of(model).heads._open))
+    file = next(iter(WithHeads.of(model).heads._open))
     if dist.get_rank() == 0:
         os.utime(file)
     all_ranks(None)

@@ -32,7 +32,7 @@ from tests._checkpoints import (
 )  # fmt: skip
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
-from tests.api import LiveWeights, all_ranks, note_of, plain_view, wrap_fsdp1
+from tests.api import LiveWeights, WithHeads, all_ranks, plain_view, wrap_fsdp1
 from tests.ranks.test_load import last_even_dim
 
 MOE = {"experts_implementation": "batched_mm"}
@@ -172,7 +172,7 @@ def bases_that_stay_quantised(
         packed = {"quantization_config": four} if kind == "nf4" else {"dequantize": False}
         model = from_pretrained(tmp / kind, **packed, **QUIET)
         save_pretrained(model, tmp / f"{kind} again")
-        saved, beside = stored_tensors(tmp / f"{kind} again"), note_of(model).heads
+        saved, beside = stored_tensors(tmp / f"{kind} again"), WithHeads.of(model).heads
         if beside is not None:  # what a save copies from the files that were loaded, such as scales of inputs
             saved = {key: saved[key] for key in saved.keys() - beside.stored.tensors.keys()}
         weights = live_weights(model)

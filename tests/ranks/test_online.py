@@ -26,7 +26,7 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_a
 from tests._checkpoints import assert_same_tensors, lora, stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
-from tests.api import note_of, sharding_of
+from tests.api import Sharded, sharding_of
 
 TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
@@ -246,7 +246,7 @@ def settings_of_the_arguments(source: Path, folder: Path) -> None:
     for is_gathered, expected in ((True, None), (False, False)):
         model = model_of(source, mixed=True)
         trainer_of("rloo", model, folder, mixed=True, ds3_gather_for_generation=is_gathered)
-        assert note_of(model).gathered is expected
+        assert Sharded.of(model).gathered is expected
 
 
 def test_a_reward_function_that_fails_is_one_error(folders, tmp_path):

@@ -18,7 +18,7 @@ from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import RELEASE, full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._rounding import assert_near, with_rounding
-from tests.api import add_to_note
+from tests.api import Reads, patched
 
 LENGTHS = [[5, 1, 10], [16], [9, 7]]
 """Tokens of the documents in each row."""
@@ -146,7 +146,7 @@ def gradients_are_those_of_masks(kind, dtype=torch.float32, cp_size=1, **options
     mesh, model = ParallelDims(cp_size=cp_size).build_mesh("cpu"), plain(kind, dtype)
     dtypes = (torch.float32, torch.bfloat16)
     with (
-        patch.object(packed_rows, "has_kernel", lambda device_type: True),
+        patched(runs_documents=lambda device_type: True),
         patch.object(packed_rows, "varlen_attn", varlen),
         patch.object(packed_rows, "_DTYPES", dtypes),
     ):
@@ -162,7 +162,7 @@ def gradients_are_those_of_masks(kind, dtype=torch.float32, cp_size=1, **options
 
 
 def others_stay_as_they_are():
-    with patch.object(packed_rows, "has_kernel", lambda device_type: True):
+    with patched(runs_documents=lambda device_type: True):
         for kind, given, name in (
             ("llama", {}, "sdpa|documents"),
             ("llama", {"attn_implementation": "sdpa"}, "sdpa"),
@@ -178,7 +178,7 @@ def others_stay_as_they_are():
         assert not packed_rows.configs_of_documents(heads, 2)
         readers = plain("llama", torch.float32)
         assert packed_rows.configs_of_documents(readers, 2)
-        add_to_note(readers.model.layers[0].self_attn, reads="keys")  # which takes a part of the mask
+        Reads.put(readers.model.layers[0].self_attn, way="keys")  # which takes a part of the mask
         assert not packed_rows.configs_of_documents(readers, 2)
     assert (
         dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"

@@ -15,7 +15,7 @@ from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import fake_ranks, run_ranks
 from tests._documents import ROOT, TEXTS, blocks
 from tests._training import train
-from tests.api import Phase, check_wrap_plan, features, note_of
+from tests.api import ALWAYS, Installed, Phase, check_wrap_plan
 
 TEXT = TEXTS["docs/extending.md"]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
@@ -50,16 +50,18 @@ def test_a_step_of_the_plan() -> None:
 
 def test_what_runs_around_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     fake_ranks(2)
-    former = [*features()]
+    former = [*ALWAYS]
     try:
         names = run_section("What runs around blocks")
     finally:
-        features()[:] = former
+        ALWAYS[:] = former
     rows = capsys.readouterr().out.partition("model.layers.{0..3}\n")[2].partition("\nmodel.norm")[0]
     phases = [row.split()[0] for row in rows.split("\n")]
     assert phases == ["meet", "memory", "gather", "cast", "copy", "reshard", "keep", "keep", "output"]
     block = names["model"].model.layers[0]
-    (hook,) = (hook for hook in note_of(names["model"]).hooks if hook.module is block and hook.phase is Phase.OUTPUT)
+    (hook,) = (
+        hook for hook in Installed.of(names["model"]).hooks if hook.module is block and hook.phase is Phase.OUTPUT
+    )
     assert hook.call(block, (), torch.tensor(1e9)) == 65504
 
 

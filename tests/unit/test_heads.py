@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import T5EncoderModel
 
 from hf_fsdp_tools import save_pretrained
-from hf_fsdp_tools.loading.heads import Heads
+from hf_fsdp_tools.loading.heads import Heads, WithHeads
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import add_heads, make_checkpoint, make_model, stored_tensors, tiny_config
-from tests.api import CheckpointIndex, add_to_note, main, note_of
+from tests.api import CheckpointIndex, main
 
 LAYER = "self_attn.q_a_proj.weight"
 FOUND = {
@@ -58,14 +58,14 @@ def test_files_are_closed_with_the_last_copy_of_a_model(with_head: Path) -> None
 
     model = build_meta_model(with_head)
     load_weights(model, with_head, progress=False)
-    heads = note_of(model).heads
+    heads = WithHeads.of(model).heads
     again = pickle.loads(pickle.dumps(heads))
     assert isinstance(again, Heads) and again.index.tensors == heads.index.tensors
     assert opened() == 2
     load_weights(model, with_head, progress=False, carry_heads=False)
     del heads, again
     gc.collect()
-    assert note_of(model).heads is None and opened() == 0
+    assert WithHeads.of(model).heads is None and opened() == 0
 
 
 def test_the_command_copies_or_leaves_out_heads_and_what_a_model_saves_itself_is_not_carried(
@@ -80,7 +80,7 @@ def test_the_command_copies_or_leaves_out_heads_and_what_a_model_saves_itself_is
     model = make_model("deepseek_v3")
     index = CheckpointIndex.open(with_head)
     load_weights(model, with_head, progress=False)
-    add_to_note(model, heads=Heads(index, index))
+    WithHeads.put(model, heads=Heads(index, index))
     with torch.no_grad():
         model.lm_head.weight.fill_(7)
     save_pretrained(model, tmp_path / "saved")

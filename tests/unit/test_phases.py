@@ -22,6 +22,7 @@ from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
 from tests.api import (
+    ALWAYS,
     Feature,
     Hook,
     Phase,
@@ -30,7 +31,6 @@ from tests.api import (
     Surgery,
     at_steps,
     describe_hooks,
-    features,
     install,
     names_of_fsdp2,
     refuse_without,
@@ -187,8 +187,7 @@ class Doubled(Feature):
 
 def test_a_feature_of_somebody_else_is_one_class() -> None:
     fake_ranks(2)
-    found = [*features(), Doubled()]
-    with patch("hf_fsdp_tools.sharding.shard.features", lambda: found):
+    with patch("hf_fsdp_tools.sharding.shard.ALWAYS", [*ALWAYS, Doubled()]):
         with pytest.raises(ConfigError, match="doubled blocks are not offloaded"):
             sharded(offload_policy=True)
         said = describe_hooks(sharded())

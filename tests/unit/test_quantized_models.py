@@ -29,9 +29,9 @@ from tests._transfers import Windows
 from tests.api import (
     RULES,
     CheckpointIndex,
+    Packed,
     PackedForm,
     PackedPart,
-    add_to_note,
     keep_by_config,
     keep_stored,
     packed_parameters,
@@ -96,7 +96,7 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind: str, tmp_path: Path)
     real, estimated = build_meta_model(folder), build_meta_model(folder)
     keep_stored(real, CheckpointIndex.open(folder))
     says = {"weight_block_size": [8, 16], "expert_dtype": "fp4"} if is_fp4 else {}
-    add_to_note(estimated, stored_quantization={**QUANTIZED[kind][2], **says})
+    Packed.put(estimated, stored_quantization={**QUANTIZED[kind][2], **says})
     keep_by_config(estimated)
     found, expected = packed_parameters(estimated), packed_parameters(real)
     if is_fp4:

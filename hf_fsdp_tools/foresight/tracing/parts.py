@@ -12,8 +12,8 @@ from torch.nn import functional
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, bytes_along, checked_rules, divided_dims, part_of_form
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.modeling.notes import add_to_note, install_style, note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters, plain_parameters
+from hf_fsdp_tools.modeling.notes import Divided, install_style
+from hf_fsdp_tools.modeling.packed import Packed, packed_parameters, plain_parameters
 
 _STYLES = {
     "take whole": ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts"),
@@ -35,7 +35,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
             if style == "sequence_parallel":
                 raise ConfigError(f"{type(model).__name__} is not estimated with tp_size: {name} divides rows.")
             way = partial(_follow, style=style, setup=setup)
-            add_to_note(modules[name], style=way, is_dispatched=style == DISPATCH)
+            Divided.put(modules[name], style=way, is_dispatched=style == DISPATCH)
             continue
         owner, _, own = name.rpartition(".")
         weight: Any = plain.get(name, modules[owner]._parameters.get(own))
@@ -43,7 +43,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
             pieces = sizes[kind] * (1 + style.startswith("packed"))
             cut = {own: dim} | (bytes_along(forms[name], own, dim, pieces) if name in forms else {})
             parallel = {each: (along, sizes[kind]) for each, along in cut.items()}
-            add_to_note(modules[owner], parallel={**note_of(modules[owner]).parallel, **parallel})
+            Divided.put(modules[owner], parallel={**Divided.of(modules[owner]).parallel, **parallel})
 
 
 def cut_parts(model: nn.Module) -> None:
@@ -53,46 +53,47 @@ def cut_parts(model: nn.Module) -> None:
         if hasattr(wrapper, "parameter_name"):
             _cut_factors(wrapper)
             continue
-        style = note_of(base).style.keywords if isinstance(base, nn.Module) and note_of(base).style else {}
+        style = Divided.of(base).style.keywords if isinstance(base, nn.Module) and Divided.of(base).style else {}
         by_rows = style.get("style", "").startswith("colwise")
         if by_rows or style.get("style", "").startswith("rowwise"):
             matrices: Any = wrapper.lora_B if by_rows else wrapper.lora_A
             for matrix in matrices.values():
-                add_to_note(matrix, parallel={"weight": (0 if by_rows else 1, style["setup"].tp_size)})
+                Divided.put(matrix, parallel={"weight": (0 if by_rows else 1, style["setup"].tp_size)})
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, (dim, size) in note_of(module).parallel.items():
-            note = note_of(module)
-            if name in note.packed:
-                own = part_of_form(note.packed[name], dim, size)
-                add_to_note(module, packed_parts={**note.packed_parts, name: own})
+        for name, (dim, size) in Divided.of(module).parallel.items():
+            note = Packed.of(module)
+            if name in note.forms:
+                Packed.put(module, parts={**note.parts, name: part_of_form(note.forms[name], dim, size)})
             if (whole := module._parameters.get(name)) is None:
                 continue
             if whole not in parts:
                 part = torch.empty_like(whole.chunk(size, dim)[0], memory_format=torch.contiguous_format)
                 parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
             module._parameters[name] = parts[whole]
-            if note_of(module).is_dispatched:
+            if Divided.of(module).is_dispatched:
                 module.num_experts = parts[whole].shape[0]  # type: ignore[assignment]
 
 
 def ranks_of_parts(model: nn.Module) -> dict[nn.Parameter, int]:
     """How many ranks share each parameter of floats of a cut model."""
-    ways = ((module, name, size) for module in model.modules() for name, (_, size) in note_of(module).parallel.items())
+    ways = (
+        (module, name, size) for module in model.modules() for name, (_, size) in Divided.of(module).parallel.items()
+    )
     found = {module._parameters.get(name): size for module, name, size in ways}
     return {part: size for part, size in found.items() if part is not None and part.is_floating_point()}
 
 
 def _cut_factors(wrapper: Any) -> None:
     """LoRA on fused experts follows them: whole experts have their own, and of a part of each a rank uses a part."""
-    dim, size = note_of(wrapper.get_base_layer()).parallel.get(wrapper.parameter_name, (0, 1))
+    dim, size = Divided.of(wrapper.get_base_layer()).parallel.get(wrapper.parameter_name, (0, 1))
     if dim:
-        add_to_note(wrapper, style=partial(_use_part_of_factors, dim=dim, size=size))
+        Divided.put(wrapper, style=partial(_use_part_of_factors, dim=dim, size=size))
         return
     wrapper.num_experts //= size
     for matrices, along in ((wrapper.lora_A, 0), (wrapper.lora_B, 1)):
         for matrix in matrices.values():
-            add_to_note(matrix, parallel={"weight": (along, size)})
+            Divided.put(matrix, parallel={"weight": (along, size)})
 
 
 def _use_part_of_factors(wrapper: Any, dim: int, size: int) -> None:
@@ -109,7 +110,7 @@ def follow_parts(model: Any) -> None:
     for module in model.modules():
         install_style(module)
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Module) and note_of(head).style is not None and hasattr(model, "loss_function"):
+    if isinstance(head, nn.Module) and Divided.of(head).style is not None and hasattr(model, "loss_function"):
         # `extensions.tensor_parallel` computes the loss of this rank's words
         inner, loss = head.__dict__.pop("forward").args[0], model.loss_function
         head.forward = lambda hidden: inner(_summed_back(hidden))
