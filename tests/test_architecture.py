@@ -334,7 +334,8 @@ PRIVATE = {
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
-    "modeling.float_rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
+    "modeling.codecs.fp8": "finegrained_fp8 Fp8Dequantize _dequantize_one",
+    "modeling.codecs.mxfp4": "convert_moe_packed_tensors",
     "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
 }
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a

@@ -1,10 +1,7 @@
-"""4-bit weights of bitsandbytes as packed weights: transformers decides which layers have them.
-
-bitsandbytes packs the flattened weight, two values to a byte, in blocks that share a scale: here each block is a row.
-Under double quantisation the scales are bytes, less their mean, with scales of their own.
-"""
+"""4-bit weights of bitsandbytes as packed weights: transformers decides which layers have them."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +11,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.codecs.bitsandbytes import NESTED_BLOCKSIZE, FourBits
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
-from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.modeling.patterns import matched_in
-
-NESTED_BLOCKSIZE = 256
-"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
 
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
@@ -103,26 +98,16 @@ def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
             f"{fqn!r} {list(weight.shape)} has {weight.numel()} values, which are no whole number of blocks of "
             f"{block}. Leave the layer out with llm_int8_skip_modules."
         )
-    f32, storage = torch.float32, layer.quant_storage
-    if layer.weight.compress_statistics:
-        high, every = NESTED_BLOCKSIZE, (weight.numel() // block, block)
-        code: dict[str, Any] = {"elements": 256, "is_whole": True}  # a value for each byte
-        scales = {
-            "scale": PackedPart(name=".weight.absmax", dtype=torch.uint8, ndim=1, block=(1, block)),
-            "nested scale": PackedPart(name=".weight.nested_absmax", dtype=f32, ndim=1, block=(high, block)),
-            "code": PackedPart(name=".weight.nested_quant_map", dtype=f32, ndim=1, block=every, **code),
-            "offset": PackedPart(name=".weight.offset", dtype=f32, ndim=0, block=every, is_whole=True),
-        }
-    else:
-        scales = {"scale": PackedPart(name=".weight.absmax", dtype=f32, ndim=1, block=(1, block))}
-    return PackedForm(
-        shape=tuple(weight.shape),
+    codec = FourBits(
+        kind=layer.weight.quant_type,
+        block=block,
+        is_nested=layer.weight.compress_statistics,
+        storage=layer.quant_storage,
+    )
+    return replace(
+        codec.layout(tuple(weight.shape)),
         dtype=weight.dtype,
-        rule=layer.weight.quant_type,
         is_transposed=isinstance(module, Conv1D),
-        values=PackedPart(name="", dtype=storage, ndim=2, block=(1, 2 * storage.itemsize), is_column=True),
-        scales=scales,
-        flat_block=block,
         compute_dtype=layer.compute_dtype,
     )
 
@@ -159,9 +144,9 @@ def beside_4bit(model: nn.Module) -> dict[str, torch.Tensor]:
         state = QuantState(
             absmax=empty,
             shape=torch.Size((form.rows, form.columns)),
-            code=get_4bit_type(form.rule, device="cpu"),
+            code=get_4bit_type(form.codec.kind, device="cpu"),
             blocksize=form.flat_block,
-            quant_type=form.rule,
+            quant_type=form.codec.kind,
             dtype=form.dtype,
             offset=whole.get("offset"),
             state2=nested,

@@ -94,7 +94,10 @@ def floats_held(model: nn.Module) -> dict[nn.Parameter, tuple[int, str]]:
     for fqn, form in packed_parameters(model).items():
         for name, part in form.parts(fqn).items():
             if not part.is_whole:
-                parameter, stored = model.get_parameter(name), form.rule if form.flat_block else dtype_name(part.dtype)
+                parameter, stored = (
+                    model.get_parameter(name),
+                    form.codec.kind if form.flat_block else dtype_name(part.dtype),
+                )
                 count = math.prod(form.shape) if part is form.values else 0
                 held[parameter] = count, f"{stored} in {dtype_name(parameter.dtype)}"
     return held

@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.text import first_line
 
@@ -70,13 +69,13 @@ class PackedForm:
     """Shape of the plain parameter."""
     dtype: torch.dtype
     """Dtype of the plain parameter."""
-    rule: str
-    """How values and scales become floats, see `float_rules`."""
+    codec: Any
+    """The `Codec` that makes floats of values and scales."""
     is_transposed: bool
     """Whether the last two dimensions of the plain parameter are those of the stored matrix exchanged."""
     values: PackedPart
     scales: Mapping[str, PackedPart]
-    """By the rule's names."""
+    """By the codec's names."""
     flat_block: int = 0
     """Values in a row of the packed matrix where the weight is flattened; 0 where its rows are those of the weight."""
     compute_dtype: torch.dtype | None = None
@@ -104,6 +103,11 @@ class PackedForm:
             down, across = (-(-n // size) for n, size in zip(self.matrix(), part.block, strict=True))
             found[key] = (*self.shape[:-2], down, across * part.elements * part.dtype.itemsize)
         return found
+
+    def looks(self, plain: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtypes and shapes of the stored tensors by their names, for the name of the plain one."""
+        shapes = self.shapes("").values()
+        return {part.key(plain): part.look(s) for part, s in zip(self.parts("").values(), shapes, strict=True)}
 
     def parts(self, name: str) -> dict[str, PackedPart]:
         """Values and scales by the names of the parameters of bytes, for the plain parameter's name."""
@@ -158,7 +162,8 @@ class PackedForm:
             if blocks > 1 and blocks * wide > columns and not part.is_whole:  # the last block is short
                 missing = (blocks * wide - columns) * values.shape[1] // columns
                 values = functional.pad(values.view(torch.uint8), (0, missing * values.itemsize)).view(values.dtype)
-        return RULES[self.rule](values, of_rows, self.dtype)[:, :columns]
+        floats: torch.Tensor = self.codec.decode(values, of_rows, self.dtype)
+        return floats[:, :columns]
 
 
 def chunks_once(times: Callable[[int], None], *, on_accelerator: bool) -> AbstractContextManager[None]:
@@ -204,7 +209,12 @@ def _compiled() -> Callable[..., torch.Tensor]:
 
 
 _MOST_KERNELS = 64
-"""Shapes and rules of a model's weights. (assumed; a mixture of experts has about 20)"""
+"""Shapes and codecs of a model's weights. (assumed; a mixture of experts has about 20)"""
+
+
+def unpacked(words: torch.Tensor, first_bits: torch.Tensor, bits: int) -> torch.Tensor:
+    """The signed integers of so many bits that begin at these bits of int32 words, stored less their smallest value."""
+    return (((words >> first_bits) & ((1 << bits) - 1)) - (1 << bits - 1)).to(torch.int8)
 
 
 def part_name(name: str, scale: str) -> str:
@@ -293,8 +303,8 @@ class PackedWeight(torch.Tensor):
         return self.look.floats(self.tensors)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
-        """Shape, dtype and rule."""
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.look.form.rule})"
+        """Shape, dtype and codec."""
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.look.form.codec})"
 
     @classmethod
     def __torch_function__(  # torch annotates an instance method

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch.nn import functional
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
@@ -23,12 +22,6 @@ from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
 from hf_fsdp_tools.saving.material import Material
 from hf_fsdp_tools.streaming.outgoing import SavedTensor
 from hf_fsdp_tools.text import listed
-
-_SLAB_VALUES = 2**22
-"""Values that are quantised at a time. (assumed)"""
-
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-"""Dtypes of scales that are stored as exponents."""
 
 
 def keep_format(
@@ -83,8 +76,7 @@ def _quantized(
 ) -> dict[str, QuantizedTensor]:
     """Which tensors that are written anew are quantised in the files: as FP8, and of the same shape."""
     quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
-    is_fp8 = {k: t.form.rule == "scaled in fp32" and t.values.dtype.is_floating_point for k, t in quantized.items()}
-    if other := [key for key, holds in is_fp8.items() if not holds]:
+    if other := [key for key, tensor in quantized.items() if not tensor.form.codec.encodes]:
         raise ConfigError(
             f"{name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
             "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
@@ -137,7 +129,6 @@ class Requantizer:
 
     def __init__(self, material: Material, places: Mapping[str, Place]) -> None:
         self._tensors, self._places = material.match.index.tensors, places
-        self._is_power = (material.quantization or {}).get("scale_fmt") == "ue8m0"
         self._written: list[tuple[QuantizedTensor, torch.Tensor]] = []
         self.errors: dict[str, float] = {}
         """What quantising changed on this rank, by the name of the plain weight: its norm over that of the merged
@@ -162,8 +153,7 @@ class Requantizer:
             if all(torch.equal(_floats(tensor, floats.dtype, reader, n), floats[:n]) for n in (1, len(floats))):
                 results = [_read(part, reader) for part in parts]
             else:
-                block = tensor.form.scales["scale"].block
-                results = quantize(floats.flatten(0, -2), block, *parts, is_power=self._is_power)
+                results = tensor.form.codec.encode(floats.flatten(0, -2), *parts)
                 self._written.append((tensor, floats))
             found |= {part.key: result for part, result in zip(parts, results, strict=True)}
         return found
@@ -196,35 +186,3 @@ def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader, first: 
     view = View(offset=0, length=length, strides=tensor.strides)
     dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
     return memory
-
-
-def quantize(
-    matrix: torch.Tensor, block: tuple[int, int], values: StoredTensor, scales: StoredTensor, *, is_power: bool = False
-) -> list[torch.Tensor]:
-    """FP8 values and scales of a matrix, as transformers' `Fp8Quantize` makes them (5.23), in stored dtypes and shapes.
-
-    All is computed in float32, in slabs of rows; scales are rounded to their dtype before values are divided by them.
-    `block`: the rows and columns that share a scale. `is_power`: scales are powers of two, rounded up, whatever their
-    dtype; they are where they are stored as exponents.
-    """
-    (high, wide), columns, most = block, matrix.shape[1], torch.finfo(values.dtype).max
-    is_power = is_power or scales.dtype in _EXPONENTS
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for rows in torch.split(matrix, max(1, _SLAB_VALUES // (columns * high)) * high):
-        blocks = functional.pad(rows.float(), (0, -columns % wide, 0, -len(rows) % high))
-        blocks = blocks.view(-1, high, blocks.shape[1] // wide, wide)
-        amax = blocks.abs().amax((1, 3))
-        factors = torch.where(amax > most * torch.finfo(torch.float32).tiny, most / amax, 1.0)
-        scale = 1.0 / factors
-        if is_power:
-            mantissa, exponent = torch.frexp(scale)
-            scale = (exponent + 127 - (mantissa == 0.5).int() << 23).view(torch.float32)
-        else:
-            scale = scale.to(scales.dtype).clamp(min=torch.finfo(scales.dtype).tiny).float()
-        if is_power or scales.dtype != torch.float32:
-            factors = 1.0 / scale
-        scaled = (blocks * factors[:, None, :, None]).flatten(0, 1).flatten(1)[: len(rows), :columns]
-        found.append((scaled.clamp(-most, most).to(values.dtype).view(torch.uint8), scale))
-    packed, scale = (torch.cat(slabs) for slabs in zip(*found, strict=True))
-    stored = scale.to(torch.float8_e8m0fnu).view(scales.dtype) if scales.dtype in _EXPONENTS else scale.to(scales.dtype)
-    return [packed.view(values.dtype).reshape(values.shape), stored.reshape(scales.shape)]

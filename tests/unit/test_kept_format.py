@@ -19,9 +19,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, from_pretrained, save_pretrained
 from hf_fsdp_tools.saving import export
-from hf_fsdp_tools.saving.requantize import quantize
 from tests._checkpoints import Tensors, dequantized_by_transformers, make_quantized, stored_tensors
-from tests.api import SaveReport, main
+from tests.api import SaveReport, main, patched, quantize
 
 Made = Callable[[str], tuple[Path, Path]]
 
@@ -90,7 +89,7 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(theirs: dict[str, Any]) ->
     like: Any = [SimpleNamespace(dtype=part.dtype, shape=part.shape) for part in expected.values()]
 
     def found(matrix: torch.Tensor, *, stored: Any = like) -> list[torch.Tensor]:
-        with patch("hf_fsdp_tools.saving.requantize._SLAB_VALUES", 2000):
+        with patched(_SLAB_VALUES=2000):
             return quantize(matrix, (8, 16), *stored)
 
     assert [bits(part) for part in found(weight)] == [bits(part) for part in expected.values()]

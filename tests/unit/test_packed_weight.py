@@ -9,6 +9,7 @@ import transformers as hf
 from transformers import initialization
 
 from hf_fsdp_tools.modeling import packed_weight
+from hf_fsdp_tools.modeling.codecs.compressed import Scaled
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
 from hf_fsdp_tools.steps import build_meta_model
 from tests.api import keep_by_config
@@ -50,7 +51,7 @@ def test_every_shape_of_a_model_has_a_compiled_kernel(monkeypatch: pytest.Monkey
     packed_weight._compiled.cache_clear()
     values = PackedPart(name="", dtype=torch.float8_e4m3fn, ndim=2)
     scales = {"scale": PackedPart(name="_scale_inv", dtype=torch.float32, ndim=2, block=(8, 16))}
-    given = {"dtype": torch.bfloat16, "rule": "scaled", "is_transposed": False, "values": values, "scales": scales}
+    given = {"dtype": torch.bfloat16, "codec": Scaled(), "is_transposed": False, "values": values, "scales": scales}
     for number in range(1, 12):  # torch compiles one function 8 times
         form = PackedForm(shape=(8 * number, 32), **given)
         stored = torch.randint(0, 100, form.shape, dtype=torch.uint8), [torch.ones(number, 2).view(torch.uint8)]

@@ -21,17 +21,16 @@ from transformers.quantizers import quantizer_bnb_4bit
 from hf_fsdp_tools import CheckpointError, ConfigError, FSDPToolsError, from_pretrained
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.loading.quantized import dequantize
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
 from tests.api import (
-    RULES,
     CheckpointIndex,
     Packed,
     PackedForm,
     PackedPart,
+    in_fp32,
     keep_by_config,
     keep_stored,
     packed_parameters,
@@ -85,7 +84,7 @@ def in_one_byte(form: PackedForm) -> PackedForm:
         is_exponent = part.dtype in (torch.uint8, torch.float8_e8m0fnu)
         return replace(part, dtype=torch.uint8, name=part.name.replace(".scale", "_scale_inv")) if is_exponent else part
 
-    return replace(form, scales={name: alike(part) for name, part in form.scales.items()})
+    return replace(form, codec=None, scales={name: alike(part) for name, part in form.scales.items()})
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8 and fp4 experts", "mxfp4", "compressed int4 experts", "gptq", "awq"])
@@ -133,7 +132,7 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_keep_their_size(
         config = of_group(num_bits=8, type="float", strategy="block", block_structure=size)
         keep_by_config(model := llama(**config | {"format": "float-quantized"}))
         form = packed_parameters(model)["model.layers.0.mlp.up_proj.weight"]
-        assert form.rule == "scaled" and form.scales["scale"].block == (32, 16)
+        assert not form.codec.is_converted and form.scales["scale"].block == (32, 16)
         shapes = [tuple(each.shape) for each in model.model.layers[0].mlp.up_proj.parameters()]
         assert shapes == [(96, 64), (3, 4 * 2)], "bytes of values, and of scales of 16 bits"
 
@@ -180,15 +179,14 @@ def test_without_being_asked_nothing_imports_bitsandbytes(tmp_path: Path) -> Non
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch_inner: Any) -> None:
     """A weight of 2 MB at 1 MiB of staging: no part that is dequantised and no window that is read is larger than its
     share of that; one window is read while the one before is dequantised."""
     sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.Qwen3Config(vocab_size=131, num_key_value_heads=4, head_dim=64, **sizes)
     folder = make_quantized("fp8 of 128 x 128", tmp_path / "large", lambda: hf.Qwen3ForCausalLM(config))
     seen = Windows(monkeypatch)
-    dequantizing = seen.computing(RULES["scaled in fp32"])
-    monkeypatch.setattr(dequantize, "RULES", dict(RULES) | {"scaled in fp32": dequantizing})
+    patch_inner(in_fp32=seen.computing(in_fp32))
     report = load_weights(build_meta_model(folder), folder, staging_bytes=2**20)
     stored = stored_tensors(folder)
     # scales are read again for the next rows of their blocks

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_fsdp_tools import CheckpointError, FSDPToolsError, LaunchConfig, from_pretrained, load_adapter
 from hf_fsdp_tools.errors import storage_errors
-from hf_fsdp_tools.loading.quantized.by_config import _matches
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
 from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
 from tests.api import (
@@ -33,6 +32,7 @@ from tests.api import (
     _problem_of_state,
     load_pickled,
     matched,
+    matches,
     parse_dcp,
     parse_pickled,
     patched,
@@ -251,7 +251,7 @@ def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) 
     assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
     said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
     with patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
-        _matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
+        matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
 
 

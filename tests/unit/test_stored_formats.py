@@ -26,11 +26,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.loading.quantized import by_config, keep
+from hf_fsdp_tools.loading.quantized import keep
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import QUANTIZED, Tensors, of_linear
 from tests.api import (
-    RULES,
+    CODECS,
     Box,
     CheckpointIndex,
     PieceTensor,
@@ -343,19 +343,22 @@ def test_4_bits_of_bitsandbytes_are_what_it_makes_of_them(kind: str, nested: boo
         assert (floats - weight).abs().max() <= 0.3 * weight.abs().max()
 
 
-@pytest.mark.parametrize("rule", sorted(RULES.keys() - {"fp4", "nf4"}))  # by kernels that take a whole weight
-def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(tmp_path: Path, name: str) -> None:
     """For every exponent, whether a loop takes it in a vector or alone."""
+    row = FORMATS[name]
+    (stored,) = opened(tmp_path, row.store(row.weight(3, 6)), row.config).tensors.values()
     exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 3)
-    scales = (exponents.float() - 127).exp2() if rule == "scaled" or "int" in rule else exponents
+    of_scales = stored.form.scales["scale"].dtype
+    scales = exponents if of_scales.itemsize == 1 else (exponents.float() - 127).exp2()
     codes = torch.randint(0, 256, (255, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    of_dtype = torch.int32 if "int" in rule else torch.uint8 if "fp4" in rule else torch.float8_e4m3fn
-    values = (codes & 0x7E if of_dtype.is_floating_point else codes).view(of_dtype)
-    beside = {"scale": scales} | ({"global scale": torch.full((255, 1), 0.3)} if rule == "nvfp4" else {})
+    is_float = stored.values.dtype.is_floating_point
+    values = (codes & 0x7E if is_float else codes).view(stored.values.dtype)
+    beside = {"scale": scales} | ({"global scale": torch.full((255, 1), 0.3)} if name == "nvfp4" else {})
     for dtype in DTYPES:
-        whole = RULES[rule](values, beside, dtype)
+        whole = stored.form.codec.decode(values, beside, dtype)
         for start, stop in ((0, 1), (3, 4), (7, 24), (200, 255)):
-            part = RULES[rule](values[start:stop], {key: t[start:stop] for key, t in beside.items()}, dtype)
+            part = stored.form.codec.decode(values[start:stop], {k: t[start:stop] for k, t in beside.items()}, dtype)
             assert torch.equal(as_bytes(part), as_bytes(whole[start:stop]))
 
 
@@ -379,12 +382,10 @@ def test_a_layout_is_found_with_its_shape_and_is_that_of_the_files(layer: Any, n
     weight = row.weight(*times)
     fqn = "model.layers.0.mlp.up_proj"
     module = torch.nn.Module() if weight.dim() > 2 else layer.get_submodule(fqn)
-    layout = by_config._METHODS[config["quant_method"]](layer, config)(fqn, module)
-    assert layout is not None
-    promised = {
-        f"{row.key.rpartition('.')[0]}{name}" if name[:1] == "." else f"{row.key}{name}": part
-        for name, part in layout(tuple(weight.shape)).items()
-    }
+    family = next(codec for codec in CODECS if config["quant_method"] in codec.methods)
+    codec = family.by_config(layer, config)(fqn, module)
+    assert codec is not None
+    promised = codec.layout(tuple(weight.shape)).looks(row.key)
     stored = parts_of(row.store(weight), row.key)
     of_file = {f"{row.key.rpartition('.')[0]}.{name}": (t.dtype, tuple(t.shape)) for name, t in stored.items()}
     assert promised == {key: part for key, part in of_file.items() if not key.endswith("_shape")}

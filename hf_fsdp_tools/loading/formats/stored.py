@@ -113,7 +113,7 @@ class QuantizedTensor:
     """How it is packed. It passes for a tensor of the form's dtype, and is dequantised to that of its place in memory.
     """
     stored: Mapping[str, StoredTensor]
-    """The values ("packed"), and what the rule takes next to them by the rule's names; all row-major."""
+    """The values ("packed"), and what lies next to them by the codec's names; all row-major."""
     groups: StoredTensor | None = None
     """The number of the group of each row, where a file says it: as its scales have it, which its values must show."""
 

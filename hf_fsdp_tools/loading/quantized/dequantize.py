@@ -14,9 +14,9 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
-from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
 from hf_fsdp_tools.loading.regions import View, row_major_strides
-from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
+from hf_fsdp_tools.modeling.codecs.base import BY_ACTIVATION
+from hf_fsdp_tools.modeling.packed_weight import unpacked
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class _Slab:
             values = of_rows.pop("packed")
         else:
             values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        floats = RULES[tensor.form.rule](values, of_rows, memory.dtype).contiguous()
+        floats = tensor.form.codec.decode(values, of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]

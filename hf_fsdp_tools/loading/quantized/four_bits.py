@@ -26,7 +26,8 @@ from hf_fsdp_tools.loading.io.transfer import Place, Transfer, reads_of, whole_p
 from hf_fsdp_tools.loading.quantized.dequantize import Bounds, batches, dequantize, work_in_windows
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.four_bits import NESTED_BLOCKSIZE, weights_4bit
+from hf_fsdp_tools.modeling.codecs.bitsandbytes import NESTED_BLOCKSIZE
+from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.text import dtype_name, listed_lines
 
@@ -83,7 +84,7 @@ def match_4bit(
             problems += _not_plain(fqn, form, plain[fqn], index)
         else:
             source = load_map.groups[fqn].members[0][0]
-            texts[fqn] = f"{source}.quant_state.bitsandbytes__{form.rule}"
+            texts[fqn] = f"{source}.quant_state.bitsandbytes__{form.codec.kind}"
             bytes_of, problem = _stored_parts(fqn, form, state, load_map, index)
             if texts[fqn] not in index.tensors and not problem:
                 problem = f"{fqn!r}: {texts[fqn]!r} is missing"
@@ -144,7 +145,7 @@ class Share:
     form: PackedForm
     plain: PieceTensor
     parts: Mapping[str, torch.Tensor]
-    """The parameters and buffers of bytes, by the rule's names; "packed" has the values."""
+    """The parameters and buffers of bytes, by the codec's names; "packed" has the values."""
     itemsize: float
     """Bytes in which one value is stored."""
 
@@ -199,7 +200,7 @@ class Shares:
         stats = reader.read(reads_of((whole_place(text, stored[fqn]) for fqn, text in memory.items()), index)[0])
         for fqn, text in memory.items():
             form, name = weights.forms[fqn], f"{index.name!r}: {weights.texts[fqn]!r}"
-            wanted = {"quant_type": form.rule, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
+            wanted = {"quant_type": form.codec.kind, "blocksize": form.flat_block, "shape": [form.rows, form.columns]}
             wanted |= {"nested_blocksize": NESTED_BLOCKSIZE} if "offset" in form.scales else {}
             with library_errors(f"{name} does not say how a weight is packed", again):
                 said: dict[str, Any] = unpack_tensor_to_dict(text)
@@ -290,7 +291,7 @@ class _Blocks:
 
         form, count = self.share.form, len(self.memory)
         packed, state = quantize_4bit(
-            self.values, blocksize=form.flat_block, quant_type=form.rule, quant_storage=torch.uint8
+            self.values, blocksize=form.flat_block, quant_type=form.codec.kind, quant_storage=torch.uint8
         )
         self.scales[self.start : self.start + count] = state.absmax
         self.memory.copy_(packed.view(count, -1)[:, self.columns])

@@ -1,0 +1,1 @@
+"""The stored formats of weights, a class for each."""
