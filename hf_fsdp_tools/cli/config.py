@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
     FLOAT8,
@@ -177,9 +178,8 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
         lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
     if config.mixed_precision == "fp8":
         lines.append(f"fp8       {FLOAT8}")
-    degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
     recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload", "_save_ops"))
-    names = [*degrees, "reshard_after_forward", "offload_params", *recomputed]
+    names = [*size_names(), "reshard_after_forward", "offload_params", *recomputed]
     return _Answer(
         config=replace(config, **{name: getattr(best.setup, name) for name in names}),
         reasons=reasons,

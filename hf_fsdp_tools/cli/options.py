@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.axes import AXES
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, terminal_width
 
@@ -171,13 +172,8 @@ def add_machine_options(add: Callable[..., Any], *, processes: str, gpu: str) ->
 
 def add_degrees(add: Callable[..., Any]) -> None:
     """Add the degrees of parallelism."""
-    for name, about in (
-        ("dp-replicate", "replicas of the model, each of them sharded (HSDP)"),
-        ("cp", "context-parallel degree: N GPUs share each sequence"),
-        ("tp", "tensor-parallel degree: N GPUs share each layer"),
-        ("ep", "expert-parallel degree: N GPUs share the experts"),
-    ):
-        add(f"--{name}-size", type=count, metavar="N", help=f"{about} (default: 1)")
+    for axis in AXES:
+        add(f"--{axis.size.replace('_', '-')}", type=count, metavar="N", help=f"{axis.about} (default: 1)")
 
 
 def add_sharding_options(add: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.cli.launch import named_config
 from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, count, examples, prepare_model
 from hf_fsdp_tools.errors import ConfigError
@@ -92,17 +93,16 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
     named: dict[str, Any] = {}
     parallelism = getattr(arguments, "parallelism_config", None)
     if parallelism is not None:
-        named = {name: getattr(parallelism, name) for name in ("cp_size", "tp_size", "dp_replicate_size")}
+        named = {name: getattr(parallelism, name, 1) for name in size_names()}
     if options.config_file is not None:
         translation = LaunchConfig.translate_file(named_config(options.config_file))
         if translation.refusal:
             raise ConfigError(f"{options.config_file} has no meaning here: {translation.refusal}")
         named = dict(translation.fields)
         options.fsdp_version = options.fsdp_version or (1 if translation.is_version1 else 2)
-    names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-    sizes = {name: min(named.get(name) or 1, 2) for name in names}
-    sizes |= {name: size for name in names if (size := getattr(options, name))}
-    dims = ParallelDims(**sizes)
+    degrees = {name: min(named.get(name) or 1, 2) for name in size_names()}
+    degrees |= {name: size for name in degrees if (size := getattr(options, name))}
+    dims = ParallelDims(**degrees)
     of_row = dims.ranks_per_row
     others = dims.dp_replicate_size * max(of_row, dims.ep_size)
     is_sharded = max(of_row, dims.ep_size) == 1 or options.config_file is not None

@@ -1,10 +1,11 @@
 """Parallel degrees as a value, the device mesh that they make, the process group, and what a launcher says of it."""
 
+import math
 import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.axes import AXES, size_names
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout
 from hf_fsdp_tools.errors import MeshError, warn
 
@@ -60,15 +62,16 @@ class ParallelDims:
             if size is not None and (type(size) is not int or size < 1):
                 raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
         if self.ep_size > 1 and self.ep_size % self.ranks_per_row:
+            shared = " x ".join(f"{name} {getattr(self, name)}" for name in size_names(of_rows=True))
             raise MeshError(
-                f"ep_size {self.ep_size} is no multiple of cp_size {self.cp_size} x tp_size {self.tp_size}: ranks with "
-                "the same rows share the experts too. Use a multiple, or 1."
+                f"ep_size {self.ep_size} is no multiple of {shared}: ranks with the same rows share the experts too. "
+                "Use a multiple, or 1."
             )
 
     @property
     def ranks_per_row(self) -> int:
         """How many neighbouring processes have the same rows."""
-        return self.cp_size * self.tp_size
+        return math.prod(getattr(self, name) for name in size_names(of_rows=True))
 
     def __str__(self) -> str:
         """The degrees above 1, as a launch file names them."""
@@ -81,7 +84,7 @@ class ParallelDims:
         Raises:
             MeshError: the degrees do not multiply to the world size.
         """
-        others = self.dp_replicate_size * self.ranks_per_row
+        others = self.ranks_per_row * math.prod(getattr(self, axis.size) for axis in AXES if axis.weights == "copy")
         dp_shard_size = self.dp_shard_size or world_size // others
         if others * dp_shard_size != world_size:
             raise MeshError(
@@ -98,7 +101,7 @@ class ParallelDims:
 
     @property
     def _further(self) -> str:
-        return "".join(f" x {name} {size}" for name in ("cp_size", "tp_size") if (size := getattr(self, name)) > 1)
+        return "".join(f" x {name} {size}" for name in size_names(of_rows=True) if (size := getattr(self, name)) > 1)
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp", "tp")` that are above 1.
@@ -123,10 +126,11 @@ class ParallelDims:
             shards = {"dp_shard_mod_ep": dims.dp_shard_size // in_ep, "dp_shard_in_ep": in_ep}
         else:
             shards = {"dp_shard": dims.dp_shard_size}
-        sizes = {"dp_replicate": dims.dp_replicate_size, **shards, "cp": dims.cp_size, "tp": dims.tp_size}
+        copies = {axis.name: getattr(dims, axis.size) for axis in AXES if axis.weights == "copy"}
+        degrees = copies | shards | {axis.name: getattr(dims, axis.size) for axis in AXES if axis.has_same_rows}
         needed = {*shards, "tp"} if dims.ep_size > 1 else {*shards}
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name in needed}
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        degrees = {name: size for name, size in degrees.items() if size > 1 or name in needed}
+        mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         for group in mesh.get_all_groups() if device_type == "cpu" else ():
             add_cpu_backend(group)
         return mesh
@@ -137,9 +141,9 @@ def dims_of(config: Any, ep_size: int = 1) -> ParallelDims:
     `DistributedConfig`."""
     # No size means the rest of the processes in transformers' config, and one in Accelerate's.
     shards = config.dp_shard_size or 1 if hasattr(config, "dp_shard_size") else getattr(config, "fsdp_size", None)
-    found = {name: getattr(config, name, None) for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")}
-    sizes = {name: size for name, size in found.items() if size is not None}
-    return ParallelDims(dp_shard_size=shards, **{"ep_size": ep_size, **sizes})
+    found = {name: getattr(config, name, None) for name in size_names()}
+    degrees = {name: size for name, size in found.items() if size is not None}
+    return ParallelDims(dp_shard_size=shards, **{"ep_size": ep_size, **degrees})
 
 
 def mesh_of(accelerator: Any) -> DeviceMesh:
@@ -167,12 +171,10 @@ def ranks_per_row() -> int:
     return _sharing.get(dist.group.WORLD, 1) if dist.is_initialized() else 1
 
 
-_COPIES = ("dp_replicate", "replicate")
-"""Names of an axis of copies: ours and Accelerate's, and that of torch's documents."""
+_COPIES = ("replicate",)
+"""Other names of an axis of copies: that of torch's documents."""
 _SHARDS = ("dp_shard", "shard", "fsdp", "dp_shard_cp", "dp_shard_mod_ep", "dp_shard_in_ep")
 """Names of axes over which weights are sharded."""
-_PARALLEL = ("cp", "tp")
-"""Names of axes whose ranks have the same rows, and layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,31 +183,29 @@ class Axes:
 
     shards: DeviceMesh
     """The ranks over which weights are sharded: one axis, or (replicate, shard)."""
-    rows: DeviceMesh | None = None
-    """The ranks with the same rows, each with a part of every sequence (`cp`); a part of `shards`."""
-    layers: DeviceMesh | None = None
-    """The ranks that share layers (`tp`); with `experts`, of a mesh without `tp`, this rank alone."""
-    experts: DeviceMesh | None = None
-    """The ranks that share the experts (`ep`)."""
+    groups: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """The ranks of further axes, by their names in `AXES`. With "ep" there is "tp", maybe of this rank alone."""
     expert_shards: DeviceMesh | None = None
     """The ranks over which the weights of the same experts are sharded: as `shards`, with fewer ranks."""
+
+    def sharing(self, *, of_rows: bool) -> list[DeviceMesh]:
+        """The groups of more than one rank with the same rows: all, or those whose ranks have parts of weights."""
+        kinds = {"shard", "divide"} if of_rows else {"divide"}
+        names = [axis.name for axis in AXES if axis.has_same_rows and axis.weights in kinds]
+        return [group for name in names if (group := self.groups.get(name)) is not None and group.size() > 1]
 
     @property
     def dims(self) -> ParallelDims:
         """The degrees of these axes."""
-        rows, layers, experts = (group.size() if group else 1 for group in (self.rows, self.layers, self.experts))
         copies = self.shards.size(0) if self.shards.ndim > 1 else 1
-        return ParallelDims(
-            dp_replicate_size=copies,
-            dp_shard_size=self.shards.shape[-1] // rows,
-            cp_size=rows,
-            tp_size=layers,
-            ep_size=experts,
-        )
+        degrees = {f"{name}_size": group.size() for name, group in self.groups.items()}
+        inside = math.prod(degrees.get(axis.size, 1) for axis in AXES if axis.weights == "shard")
+        shards = self.shards.shape[-1] // inside
+        return ParallelDims(**{"dp_replicate_size": copies, "dp_shard_size": shards} | degrees)
 
-    def groups(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of all axes."""
-        meshes = (self.shards, self.rows, self.layers, self.experts, self.expert_shards)
+        meshes = (self.shards, *self.groups.values(), self.expert_shards)
         return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
 
@@ -216,14 +216,17 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         MeshError: the names of the axes do not say which of them are copies and which are shards.
     """
     names = mesh.mesh_dim_names or ()
-    known = {*_COPIES, *_SHARDS, *_PARALLEL} if mesh.ndim > 1 else {*names} - {"tp", "ep", "pp"}
-    is_ordered = len(names) < 2 or names[0] in _COPIES or {*names[1:]} <= {*_PARALLEL, "dp_shard_in_ep"}
+    copying = {*_COPIES, *(axis.name for axis in AXES if axis.weights == "copy")}
+    shared = [axis.name for axis in AXES if axis.has_same_rows]
+    known = {*copying, *_SHARDS, *shared} if mesh.ndim > 1 else {*names} - {"tp", "ep", "pp"}
+    is_ordered = len(names) < 2 or names[0] in copying or {*names[1:]} <= {*shared, "dp_shard_in_ep"}
     if {*names} - known or not is_ordered:
         raise MeshError(
             f"The axes of the mesh are named {names}, which does not say what each is for. Make it by "
             "ParallelDims(…).build_mesh(), or name the axes in the order (dp_replicate, dp_shard, cp, tp)."
         )
-    if not {"cp", "tp", "dp_shard_in_ep"} & set(names):
+    copies = [name for name in names if name in copying]
+    if not {*shared, "dp_shard_in_ep"} & set(names) and len(copies) < 2:
         return Axes(shards=mesh)
 
     def part(chosen: Sequence[str], flat: str) -> DeviceMesh:
@@ -231,14 +234,13 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         return mesh[found] if len(found) == 1 else mesh[found]._flatten(flat)
 
     def with_copies(inner: DeviceMesh) -> DeviceMesh:  # FSDP2 takes parts of one mesh for one tensor
-        return DeviceMesh._concatenate([mesh[names[0]], inner]) if names[0] in _COPIES else inner
+        return DeviceMesh._concatenate([part(copies, "copies"), inner]) if copies else inner
 
-    has_experts = "dp_shard_in_ep" in names
+    inside = [axis.name for axis in AXES if axis.weights == "shard"]
+    groups, has_experts = {name: mesh[name] for name in shared if name in names}, "dp_shard_in_ep" in names
     return Axes(
-        shards=with_copies(part((*_SHARDS, "cp"), "dp_shard_cp")),
-        rows=mesh["cp"] if "cp" in names else None,
-        layers=mesh["tp"] if "tp" in names else None,
-        experts=part(("dp_shard_in_ep", "cp", "tp"), "ep") if has_experts else None,
+        shards=with_copies(part((*_SHARDS, *inside), "dp_shard_cp")),
+        groups=groups | ({"ep": part(("dp_shard_in_ep", *shared), "ep")} if has_experts else {}),
         expert_shards=with_copies(mesh["dp_shard_mod_ep"]) if has_experts else None,
     )
 

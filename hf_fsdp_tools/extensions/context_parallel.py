@@ -167,8 +167,7 @@ class ContextParallel(Feature):
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
         """Rows are cut and joined, and heads exchanged around attention."""
-        mesh = sharding.axes.rows
-        assert mesh is not None
+        mesh = sharding.axes.groups["cp"]
         return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
 
 
@@ -177,7 +176,7 @@ FEATURE = ContextParallel()
 
 def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:
     """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
-    return _made(model, Rows("rows", 0, size))
+    return _made(model, Rows("cp", 0, size))
 
 
 def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:

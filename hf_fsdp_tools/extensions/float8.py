@@ -322,7 +322,7 @@ class Float8(Feature):
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
-        scales = _Scales(sharding.axes.layers)
+        scales = _Scales(sharding.axes.groups.get("tp"))
         configs = ((module, Float8Layer.of(module).config) for module in model.modules())
         layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
         gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})

@@ -132,7 +132,7 @@ class PackedRows(Feature):
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """The configs name the pair; those of a copied model do so as well."""
-        ranks = 1 if sharding.axes.rows is None else sharding.axes.rows.size()
+        ranks = sharding.axes.dims.cp_size
         for config in configs_of_documents(model, ranks):
             config._attn_implementation_internal = _NAME
 

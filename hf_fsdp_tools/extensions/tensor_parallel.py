@@ -96,8 +96,7 @@ class DividedLayers(Feature):
         summed = _seen_in_part(model, divide, layers)
         divide(model)
         for name in summed:
-            assert axes.layers is not None
-            _add_style(model, name, _SUMMED, axes.layers, axes.layers, "")
+            _add_style(model, name, _SUMMED, axes.groups["tp"], axes.groups["tp"], "")
         let_dcp_see_boxes()
         for module in model.modules():
             held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
@@ -131,7 +130,7 @@ class DividedLayers(Feature):
         """
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         style = Divided.of(head).style if isinstance(head, nn.Linear) else None
-        group = sharding.axes.layers
+        group = sharding.axes.groups.get("tp")
         if group is None or style is None or style.keywords["style"] != "colwise_gather_output":
             return
         is_usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
@@ -157,8 +156,7 @@ def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, 
     parameters, packed = dict(model.named_parameters(remove_duplicate=False)), packed_parameters(model)
     with _ties_kept(model):
         for name, (kind, style) in rules.items():
-            group = axes.experts if kind == "ep" else axes.layers
-            assert group is not None
+            group = axes.groups[kind]
             owner, _, own = name.rpartition(".")
             try:
                 if name in packed:
@@ -166,7 +164,7 @@ def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, 
                 elif name in parameters:
                     ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
                 else:
-                    _add_style(model, name, style, group, axes.layers, by)
+                    _add_style(model, name, style, group, axes.groups.get("tp"), by)
             except ValueError as error:
                 raise ConfigError(
                     f"{kind}_plan gives {name} the style {style!r}, which it cannot have: {first_line(error)}. Use "

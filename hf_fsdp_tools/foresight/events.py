@@ -14,9 +14,8 @@ Stream = Literal[
 ]
 """The streams of FSDP2 (`FSDPCommContext` in torch), CPU offload, what GPUs that have rows, layers or experts
 exchange, for which their computation waits, and the copies of blocks' inputs to the host and back."""
-Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
-"""Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; with the same rows (`cp_size`),
-layers (`tp_size`) or experts (`ep_size`)."""
+Axis = Literal["shard", "expert_shard", "replicate", "all", "cp", "tp", "ep"]
+"""Ranks over which FSDP shards a weight, or an expert; that hold the same shards; all; and of further axes."""
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing recomputes belongs to the backward pass."""
 Kind = Literal[

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.foresight.allocator import replay
 from hf_fsdp_tools.foresight.events import Alloc, Work, in_use
 from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
@@ -163,14 +164,9 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     """The memory of a forecast."""
     setup, step, trace = forecast.setup, forecast.step, forecast.trace
     gpu = gpu_named(setup.gpu)
-    sizes = [
-        setup.num_processes // setup.gpus_per_copy,
-        setup.dp_shard_size,
-        setup.cp_size,
-        setup.tp_size,
-        setup.ep_size,
-    ]
-    groups = sum(size > 1 for size in (*sizes, setup.expert_shard_size * (setup.ep_size > 1)))
+    degrees = [getattr(setup, name) for name in ("dp_shard_size", *size_names(of_copies=False))]
+    degrees.append(setup.num_processes // setup.gpus_per_copy)
+    groups = sum(size > 1 for size in (*degrees, setup.expert_shard_size * (setup.ep_size > 1)))
     outside = {"CUDA context": _CONTEXT, "NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL}
     outside = {name: num_bytes for name, num_bytes in outside.items() if num_bytes}
     allocated, reserved = _replayed(step, setup)

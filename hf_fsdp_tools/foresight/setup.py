@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
@@ -140,8 +141,9 @@ class TrainingSetup:
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
-        if self.wrapping == "none" and (self.offload_params or max(self.cp_size, self.tp_size, self.ep_size) > 1):
-            raise ConfigError("offload_params, cp_size, tp_size, ep_size need FSDP; leave them or wrapping='none' out.")
+        if self.wrapping == "none" and (self.offload_params or self.shares):
+            names = ", ".join(("offload_params", *size_names(of_copies=False)))
+            raise ConfigError(f"{names} need FSDP; leave them or wrapping='none' out.")
         if self.max_length < self.cp_size:
             raise ConfigError(
                 f"max_length {self.max_length} is shorter than cp_size {self.cp_size}; use fewer GPUs per row."
@@ -171,9 +173,12 @@ class TrainingSetup:
     @property
     def dims(self) -> ParallelDims:
         """The degrees of parallelism."""
-        return ParallelDims(
-            dp_replicate_size=self.dp_replicate_size, cp_size=self.cp_size, tp_size=self.tp_size, ep_size=self.ep_size
-        )
+        return ParallelDims(**{name: getattr(self, name) for name in size_names()})
+
+    @property
+    def shares(self) -> bool:
+        """Whether GPUs of a copy share rows, layers or experts."""
+        return any(getattr(self, name) > 1 for name in size_names(of_copies=False))
 
     @property
     def is_plain(self) -> bool:

@@ -180,7 +180,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), has_experts=trace.has_experts)
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency)
     notes = trace.notes
-    notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
+    notes += (_SHARED,) if setup.shares else ()
     notes += (_OFFLOADED,) if setup.offload_params else ()
     notes += (_CLIPPED,) if setup.offload_params and _waits_for_norm(setup) else ()
     if memory.spare_bytes < 0:

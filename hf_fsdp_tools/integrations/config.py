@@ -7,6 +7,7 @@ accelerate 1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`Tr
 of each. Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.settings import (
     AutoWrapPolicy,
@@ -123,7 +125,8 @@ class LaunchConfig:
     @property
     def dp_shard_size(self) -> int:
         """Processes that share one replica, in addition to those of context parallelism."""
-        return self.num_processes // (self.dp_replicate_size * self.cp_size * self.tp_size)
+        others: int = math.prod(getattr(self, name) for name in size_names() if name != "ep_size")
+        return self.num_processes // others
 
     @property
     def launch_variables(self) -> list[str]:
@@ -254,8 +257,8 @@ def _to_accelerate(config: LaunchConfig) -> dict[str, Any]:
         value = getattr(config, row.field) if row.field else None
         if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
-    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
-    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
+    names = sorted({*size_names(), "dp_shard_size"} - {row.field for row in YAML_KEYS.values()})
+    parallelism = {f"parallelism_config_{name}": getattr(config, name) for name in names}
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -269,7 +272,7 @@ def _to_accelerate(config: LaunchConfig) -> dict[str, Any]:
         "mixed_precision": config.mixed_precision,
         "num_machines": config.num_machines,
         "num_processes": config.num_processes,
-        "parallelism_config": sizes if config.num_processes > config.dp_shard_size else None,
+        "parallelism_config": parallelism if config.num_processes > config.dp_shard_size else None,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": config.use_cpu,

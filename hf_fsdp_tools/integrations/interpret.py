@@ -19,6 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.diagnostics.findings import Finding, by_severity, error, warning
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
@@ -256,7 +257,7 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
             result.unknown(str(key), value, known)
-        elif name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size"):
+        elif name in (*size_names(), "dp_shard_size"):
             result.keep(key, value, int, name)
             if name == "dp_shard_size":
                 result.say(key, value, "follows from num_processes and the other sizes")
@@ -416,7 +417,7 @@ def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, An
     if "num_processes" not in result.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    copies, shared = fields["dp_replicate_size"], [name for name in ("cp_size", "tp_size") if fields[name] != 1]
+    copies, shared = fields["dp_replicate_size"], [name for name in size_names(of_rows=True) if fields[name] != 1]
     if shards is not None and shards * copies * math.prod(map(fields.__getitem__, shared)) != processes:
         further = "".join(f" times {name} {fields[name]}" for name in shared)
         fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes {processes}."

@@ -3,11 +3,13 @@
 The table of all settings is made from the fields of LaunchConfig (`config.SETTINGS`).
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.errors import ConfigError, warn
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -145,8 +147,8 @@ def _type_problems(config: Any) -> Iterator[Problem]:
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
-    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
-    lowest |= {"cp_size": 1, "tp_size": 1, "ep_size": 1, "activation_checkpointing_every_n_layers": 1}
+    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "activation_checkpointing_every_n_layers": 1}
+    lowest |= dict.fromkeys(size_names(), 1)
     for name, least in lowest.items():
         value = getattr(config, name)
         if type(value) is not int or value < least:
@@ -179,14 +181,16 @@ def _process_problems(config: Any) -> Iterator[Problem]:
 
 def _sharding_problems(config: Any) -> Iterator[Problem]:
     processes, copies, policy = config.num_processes, config.dp_replicate_size, config.auto_wrap_policy
+    per_row = math.prod(getattr(config, name) for name in size_names(of_rows=True))
     if processes % copies:
         yield f"dp_replicate_size {copies} does not divide num_processes {processes}", "use a divisor"
-    elif (processes // copies) % (config.cp_size * config.tp_size):
-        shared = " x ".join(f"{name} {size}" for name in ("cp_size", "tp_size") if (size := getattr(config, name)) > 1)
+    elif (processes // copies) % per_row:
+        sizes = {name: getattr(config, name) for name in size_names(of_rows=True)}
+        shared = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         yield f"{shared} does not divide the {processes // copies} processes of a copy", "use a divisor"
-    elif config.ep_size % (config.cp_size * config.tp_size) and config.ep_size > 1:
+    elif config.ep_size % per_row and config.ep_size > 1:
         yield (
-            f"ep_size {config.ep_size} is no multiple of cp_size x tp_size",
+            f"ep_size {config.ep_size} is no multiple of {' x '.join(size_names(of_rows=True))}",
             "ranks with the same rows share experts too",
         )
     elif (processes // copies) % config.ep_size:

@@ -21,6 +21,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
 from hf_fsdp_tools.distributed.mesh import (
     ParallelDims,
@@ -227,14 +228,14 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
             f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
             "Call make_accelerator() before anything else makes one."
         )
-    names = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")
+    names = (*size_names(), "dp_shard_size")
     configs = (parallelism_config, state.parallelism_config)
-    sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)
+    wanted, former = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
     if mixed_precision not in (None, state.mixed_precision):
         late.append(f"mixed_precision is {mixed_precision!r} and was {state.mixed_precision!r}")
-    if parallelism_config is not None and sizes != former_sizes:
-        late.append(f"{', '.join(names)} are {sizes} and were {former_sizes}")
+    if parallelism_config is not None and wanted != former:
+        late.append(f"{', '.join(names)} are {wanted} and were {former}")
     if late:
         raise ConfigError(
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
@@ -292,7 +293,7 @@ def _check_axes(config: Any, plugin: FSDPPlugin) -> ParallelDims:
         )
     try:
         dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
-        shared = [name for name in ("cp_size", "tp_size", "ep_size") if getattr(dims, name) > 1]
+        shared = [name for name in size_names(of_copies=False) if getattr(dims, name) > 1]
         if shared or dims.dp_replicate_size > 1 < dist.get_world_size():
             dims = dims.resolve(dist.get_world_size())
     except MeshError as error:

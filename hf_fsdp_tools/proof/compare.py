@@ -107,7 +107,7 @@ class Sharded:
 
     def _chosen(self, of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> Any:
         sharding = sharding_of(self.model)
-        rows = sharding.axes.rows if sharding else None
+        rows = sharding.axes.groups.get("cp") if sharding else None
         place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
         part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
         made = of_plain[kind][self.group] if self.precision == "bf16" else {}

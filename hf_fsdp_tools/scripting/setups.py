@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.accelerator import device_title
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -146,9 +147,9 @@ def check_generates(config: Any, name: str, *, trust_remote_code: bool = False) 
 def machine_of(accelerator: Any) -> dict[str, Any]:
     """The fields of `TrainingSetup` that an Accelerator decides."""
     plugin = accelerator.state.fsdp_plugin
-    sizes = accelerator.parallelism_config or plugin.copies
+    parallelism = accelerator.parallelism_config or plugin.copies
     recompute, precision = plugin.recompute, accelerator.mixed_precision
-    values = {name: getattr(sizes, name, None) or 1 for name in ("dp_replicate_size", "cp_size", "tp_size")}
+    values = {name: getattr(parallelism, name, None) or 1 for name in size_names()}
     values |= {f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()}
     return values | {
         "gpu": gpu_named(device_title(accelerator.device) or "").name,

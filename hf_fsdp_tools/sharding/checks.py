@@ -104,9 +104,9 @@ class ParameterChecks(Feature):
                     "from_pretrained a peft_config, or dequantize=True; or run it under torch.no_grad().",
                 )
             is_checked = True
-            if axes.layers is not None and axes.layers.size() > 1:
-                compare_inputs((*args, *kwargs.values()), axes.layers.get_group(), "layers (tp_size)")
-                draw_alike([axes.layers], device)  # what dropout leaves out
+            for group in axes.sharing(of_rows=False):
+                compare_inputs((*args, *kwargs.values()), group.get_group(), "layers (tp_size)")
+                draw_alike([group], device)  # what dropout leaves out
             problems = [never_called(module, is_sharded=True)]
             if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
                 problems.append(

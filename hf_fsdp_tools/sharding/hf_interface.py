@@ -287,7 +287,7 @@ def unsharded(model: nn.Module, gathered: bool = True) -> Iterator[None]:
 def _kept(root: nn.Module) -> Iterator[None]:
     """A block in which the units of a root are gathered, and ranks that share nothing else do not wait for others."""
     marked: list[Any] = []
-    if not (Sharded.of(root).sharding.is_divided or Sharded.of(root).sharding.axes.rows):
+    if not (Sharded.of(root).sharding.axes.groups):
         marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
     # By the mark, `generate` goes on until every rank has finished.
     with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):
@@ -303,7 +303,7 @@ def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
     if asked:
         gather_units(model)  # nothing, unless a save in the block has sharded them
     axes = Sharded.of(model).sharding.axes
-    shared = [mesh for mesh in (axes.layers, axes.rows) if mesh is not None and mesh.size() > 1]
+    shared = axes.sharing(of_rows=True)
     for mesh in shared:
         compare_inputs((*args, *kwargs.values()), mesh.get_group(), "rows (cp_size, tp_size) and are to generate")
     draw_alike(shared, Sharded.of(model).sharding.device)

@@ -50,7 +50,15 @@ from hf_fsdp_tools.sharding.placement import (
 )
 from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
 from hf_fsdp_tools.sharding.replicated import average_gradients
-from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding, asked_by, sharded_modules, sharding_of
+from hf_fsdp_tools.sharding.sharding import (
+    Feature,
+    Sharded,
+    Sharding,
+    asked_by,
+    is_divided,
+    sharded_modules,
+    sharding_of,
+)
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
 from hf_fsdp_tools.sharding.whole import Whole
 from hf_fsdp_tools.text import dtype_name, listed
@@ -101,7 +109,7 @@ def parallelize_model(
     """
     axes = axes_of(mesh)
     rules = {"tp_plan": tp_plan, "ep_plan": ep_plan, "ep_implementation": ep_implementation}
-    for feature in features_asked_for(asked_by(axes)) if max(axes.dims.tp_size, axes.dims.ep_size) > 1 else ():
+    for feature in features_asked_for(asked_by(axes)) if is_divided(axes) else ():
         feature.divide(model, axes, rules)
     return model
 
@@ -225,7 +233,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in sharding.axes.groups():
+        for group in sharding.axes.process_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -240,11 +248,12 @@ def warn_of_drift(model: nn.Module) -> None:
     """Say on rank 0 which weights have drifted apart on ranks that each hold them whole, of which a save writes one
     rank's. Every rank must call."""
     sharding = sharding_of(model)
-    meshes = () if sharding is None else ((sharding.axes.layers, "rank of a layer (tp_size)"), (sharding.mesh, "rank"))
-    for mesh, ranks in meshes:
+    meshes = [] if sharding is None else [*sharding.axes.sharing(of_rows=False), sharding.mesh]
+    for mesh in meshes:
+        words = f" of {mesh.mesh_dim_names[0]}_size" if mesh is not meshes[-1] and mesh.mesh_dim_names else ""
         if (names := drifted(model, mesh)) and dist.get_rank() == 0:
             warn(
-                f"{len(names)} weights that each {ranks} holds whole differ: {listed(names)}. "
+                f"{len(names)} weights that each rank{words} holds whole differ: {listed(names)}. "
                 "They saw other rows, or drew other random numbers, and one rank's are saved."
             )
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_fsdp_tools.accelerator import runs_documents
+from hf_fsdp_tools.axes import AXES
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import Note
@@ -105,15 +106,17 @@ class Sharding:
     @property
     def is_divided(self) -> bool:
         """Whether ranks share layers or experts."""
-        return max(self.axes.dims.tp_size, self.axes.dims.ep_size) > 1
+        return is_divided(self.axes)
 
 
-_BY_AXIS = {"cp_size": "context_parallel", "tp_size": "tensor_parallel", "ep_size": "tensor_parallel"}
+def is_divided(axes: Axes) -> bool:
+    """Whether the ranks of a mesh have parts of weights, which are divided before they are sharded."""
+    return any(getattr(axes.dims, axis.size) > 1 for axis in AXES if axis.weights == "divide")
 
 
 def asked_by(axes: Axes) -> frozenset[str]:
     """The features of `extensions/` that the axes of a mesh ask for."""
-    return frozenset(feature for name, feature in _BY_AXIS.items() if getattr(axes.dims, name) > 1)
+    return frozenset(axis.feature for axis in AXES if axis.feature and getattr(axes.dims, axis.size) > 1)
 
 
 @dataclass(frozen=True)

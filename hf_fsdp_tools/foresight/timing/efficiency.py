@@ -95,9 +95,9 @@ def group_of(axis: Axis, setup: TrainingSetup, gpu: Gpu) -> Group:
         "expert_shard": (setup.expert_shard_size, setup.ep_size),
         "replicate": (setup.num_processes // setup.gpus_per_copy, setup.gpus_per_copy),
         "all": (setup.num_processes, 1),
-        "rows": (setup.cp_size, setup.tp_size),
-        "layers": (setup.tp_size, 1),
-        "experts": (setup.ep_size, 1),
+        "cp": (setup.cp_size, setup.tp_size),
+        "tp": (setup.tp_size, 1),
+        "ep": (setup.ep_size, 1),
     }[axis]
     in_node = min(setup.gpus_per_node, setup.num_processes)
     ranks_per_node = max(1, min(ranks, in_node // apart))

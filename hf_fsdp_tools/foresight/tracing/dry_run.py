@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
+from hf_fsdp_tools.axes import AXES
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.extensions.muon.matrices import sizes_of_matrices
@@ -99,8 +100,8 @@ def _dry_run(
         plan = cut_plan(plan, stacks)
         give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
-        sizes = {"rows": setup.cp_size, "layers": setup.tp_size, "experts": setup.ep_size}
-        recorder = Recorder(units, on_cuda=device == "cuda", compiled=setup.compile, sizes=sizes)
+        degrees = {axis.name: getattr(setup, axis.size) for axis in AXES}
+        recorder = Recorder(units, on_cuda=device == "cuda", compiled=setup.compile, sizes=degrees)
         recorder.of_gradients = "gradients" if setup.is_plain else "whole gradients"
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)

@@ -164,7 +164,7 @@ def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any
 
 def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
     counts = [rows.shape[0] // size + (rank < rows.shape[0] % size) for rank in range(size)]
-    exchanged: torch.Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(rows, counts, counts, "experts")
+    exchanged: torch.Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(rows, counts, counts, "ep")
     return exchanged
 
 
@@ -196,10 +196,10 @@ def _chunk(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _all_reduce(tensor: torch.Tensor) -> Any:
     ops: Any = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", "layers"))
+    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", "tp"))
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, size: int) -> Any:
     ops: Any = torch.ops._c10d_functional
-    gathered = ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), size, "layers"))
+    gathered = ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), size, "tp"))
     return gathered if dim == 0 else torch.cat(gathered.chunk(size, 0), dim)
