@@ -54,6 +54,7 @@ from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, sh
 from hf_fsdp_tools.integrations.version1 import saveable
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.saving.targets import Target, target_of
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
@@ -172,7 +173,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         To a name in a store (`s3://…`), which must hold no state, each rank writes its part to the system's place for
         temporary files and puts it from there; with `blocking=False`, in the background.
         """
-        naming, plugin, url = self.project_configuration, self.state.fsdp_plugin, None
+        naming, plugin = self.project_configuration, self.state.fsdp_plugin
+        target: Target | None = None
         if automatic := naming.automatic_checkpoint_naming:
             parent = local_folder(self.project_dir or "", "automatic_checkpoint_naming names folders,")
             folder = parent / "checkpoints" / f"checkpoint_{self.save_iteration}"
@@ -183,10 +185,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         elif output_dir is None:
             raise ConfigError("save_state: give output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
         else:
-            url = as_url(output_dir)
-            folder = Path() if url else local_folder(output_dir, "save_state")
-        if (url or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
-            what, cure = ("to a store", "save to a folder") if url else ("with blocking=False", "leave blocking out")
+            place = target_of(output_dir)
+            target = None if isinstance(place, Path) else place
+            folder = Path() if target else local_folder(output_dir, "save_state")
+        if (target or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
+            what, cure = ("to a store", "save to a folder") if target else ("with blocking=False", "leave blocking out")
             raise ConfigError(
                 f"save_state {what} writes each rank's shards, and the state dict type is {plugin.state_dict_type}. "
                 f"Set SHARDED_STATE_DICT, or {cure}."
@@ -198,13 +201,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 for old in numbered_states(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
                     remove_checkpoint(old)
 
-        target = url or (folder if automatic else folder.resolve())
-        saving = saving_state(target, STATE_GLOBS, blocking=blocking, checksums=checksums)
+        place = target or (folder if automatic else folder.resolve())
+        saving = saving_state(place, STATE_GLOBS, blocking=blocking, checksums=checksums)
         with saving as state, using_format(plugin, None, state.staging):
             write_state(self, state)
             state.after = delete_old
         naming.iteration += 1
-        return url or folder
+        return folder if target is None else output_dir
 
     @pinned()
     def load_state(

@@ -16,14 +16,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
-from hf_fsdp_tools.extensions.stores.state_in_store import put_state, take_name
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
-from hf_fsdp_tools.stores import temporary_folder, told, try_lock
+from hf_fsdp_tools.saving.streamed_state import put_state, take_name
+from hf_fsdp_tools.saving.targets import Target
+from hf_fsdp_tools.stores import temporary_folder, try_lock
 
 
 class StateSave:
@@ -111,17 +112,18 @@ class StateSave:
         return self.report(files=tuple(sizes), total_bytes=total_bytes, bytes_written=bytes_written)
 
 
-class StoredStateSave(StateSave):
-    """A state that is saved to a store: each rank writes to a private folder of its own, and puts its files there."""
+class StreamedStateSave(StateSave):
+    """A state that is saved where whole files are taken: each rank writes to a private folder, and puts its files
+    there."""
 
-    def __init__(self, url: str, files: Sequence[str]) -> None:
+    def __init__(self, target: Target, files: Sequence[str]) -> None:
         super().__init__(Path("state"), files)
-        self.url = url
+        self.target = target
 
     def begin(self) -> None:
         """Make the private folder, in the system's place for temporary files. Every rank must call."""
-        take_name(self.url, self.files)
-        with agreed("making a folder for the state", self.url), storage_errors("write to", Path(gettempdir())):
+        take_name(self.target, self.files)
+        with agreed("making a folder for the state", self.target.where), storage_errors("write to", Path(gettempdir())):
             self.staging = self.held.enter_context(temporary_folder())
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
@@ -131,31 +133,33 @@ class StoredStateSave(StateSave):
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state."""
-        return SaveReport(folder=told(self.url), **values)
+        return SaveReport(folder=self.target.where, **values)
 
     def finish(self, doing: str, *, checksums: bool) -> SaveReport:
         """Put all files, and declare the state complete. Every rank must call."""
         with self.held:
             sizes, num_bytes = put_state(
-                self.url, self.staging, self.needed, self.files, checksums=checksums, doing=doing
+                self.target, self.staging, self.needed, self.files, checksums=checksums, doing=doing
             )
         return self.report(files=tuple(sorted(sizes)), total_bytes=sum(sizes.values()), bytes_written=num_bytes)
 
 
 @contextmanager
-def saving_state(folder: Path | str, files: Sequence[str], *, blocking: bool, checksums: bool) -> Iterator[StateSave]:
+def saving_state(
+    folder: Path | Target, files: Sequence[str], *, blocking: bool, checksums: bool
+) -> Iterator[StateSave]:
     """Save a state: the block writes to `staging`, and adds what is written in the background.
 
-    A text is a place in a store, where a state is never replaced, and which gets in the background what ranks have
-    written to their disks. `files` are patterns of the files of a state. Every rank must call.
+    Where a place takes whole files, a state is never replaced, and gets in the background what ranks have written to
+    their disks. `files` are patterns of the files of a state. Every rank must call.
     """
     state: StateSave
     start_s, doing = time.perf_counter(), "saving (what was saved before is still there)"
     wait_for_saves()
-    if isinstance(folder, str):
-        state, written_to = StoredStateSave(folder, files), Path(gettempdir())
-    else:
+    if isinstance(folder, Path):
         state, written_to = StateSave(folder, files, blocking=blocking), folder
+    else:
+        state, written_to = StreamedStateSave(folder, files), Path(gettempdir())
     try:
         state.begin()
         with announced(doing), storage_errors("save to", written_to):

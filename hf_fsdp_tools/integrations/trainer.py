@@ -30,7 +30,6 @@ from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
-from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, steps_in_backward
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
@@ -73,6 +72,7 @@ from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
+from hf_fsdp_tools.saving.streamed import StreamedSave
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.sharding import Sharded, sharded_module
@@ -358,7 +358,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.fsdp_settings.blocking:
-            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
+            saved: BegunSave | StreamedSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):

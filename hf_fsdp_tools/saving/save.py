@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.distributed.shards import Box
-from hf_fsdp_tools.doors import extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_whole, saved_tensors
@@ -39,17 +38,15 @@ from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publi
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
+from hf_fsdp_tools.saving.streamed import StreamedSave, begin_streamed, stream_adapter
+from hf_fsdp_tools.saving.targets import Target, target_of
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
-from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name, grouped
-
-if TYPE_CHECKING:
-    from hf_fsdp_tools.extensions.stores.in_store import StoreSave
 
 _SLAB_BYTES = 16 * 2**20
 """Bytes of a head that a rank copies at a time. (assumed)"""
@@ -138,11 +135,12 @@ def save_pretrained(
     options |= {"staging_bytes": staging_bytes, "merge_adapters": merge_adapters, "carry_heads": carry_heads}
     to_hub = {**hub_arguments, "push_to_hub": push_to_hub, "token": None}
     same_on_all_ranks("saving the model", **options, to_hub=to_hub)
-    url = as_url(folder)
-    if url is not None and push_to_hub:
-        raise ConfigError(f"push_to_hub uploads from a folder, and {url!r} is none. Save to a folder, or leave it out.")
+    place = target_of(folder)
+    if not isinstance(place, Path) and push_to_hub:
+        raise ConfigError(
+            f"push_to_hub uploads from a folder, and {place.where!r} is none. Save to a folder, or leave it out."
+        )
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
-    place = url or Path(fspath(folder).removeprefix("file://"))
     begun = begin_save(model, place, tokenizer=processing_class, model_card=model_card, **options)
     if isinstance(begun, SaveReport):
         return push_saved(model, begun, target)
@@ -154,7 +152,7 @@ def save_pretrained(
 
 def begin_save(
     model: nn.Module,
-    folder: Path | str,
+    folder: Path | Target,
     *,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
@@ -164,9 +162,8 @@ def begin_save(
     blocking: bool,
     carry_heads: bool = True,
     model_card: bool = False,
-) -> "BegunSave | StoreSave | SaveReport":
-    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved. A
-    text is a place in a store.
+) -> "BegunSave | StreamedSave | SaveReport":
+    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
 
     Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
     it writes from the model. Every rank must call, with equal arguments.
@@ -181,18 +178,17 @@ def begin_save(
         write_adapter = partial(save_adapter, model, tokenizer=tokenizer, dtype=dtype)
         if isinstance(folder, Path):
             return write_adapter(folder)
-        return extension("stores.in_store").adapter_to_store(write_adapter, folder)  # type: ignore[no-any-return]
+        return stream_adapter(write_adapter, folder)
     elif is_of_library(model):
         sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
         save = partial(save_pretrained, dtype=dtype, carry_heads=carry_heads, **sizes)
         return save_by_library(model, folder, save, **files, staging_bytes=staging_bytes)
     check = partial(_refuse_unready, model, dtype)
     plan = partial(plan_layout, model, dtype, max_shard_size, carry_heads=carry_heads)
-    if isinstance(folder, str):
-        stage = partial(_stage_configs, model, where=folder, dtype=dtype, **files)
-        options = {"dtype": dtype, "staging_bytes": staging_bytes, "blocking": blocking}
-        begin = extension("stores.in_store").begin_in_store
-        return begin(model, folder, check=check, plan=plan, stage=stage, **options)  # type: ignore[no-any-return]
+    if not isinstance(folder, Path):
+        stage = partial(_stage_configs, model, where=folder.where, dtype=dtype, **files)
+        how: dict[str, Any] = {"dtype": dtype, "staging_bytes": staging_bytes, "blocking": blocking}
+        return begin_streamed(model, folder, check=check, plan=plan, stage=stage, **how)
     hidden = HiddenFolder(folder)
     try:
         with agreed("preparing the save", folder):

@@ -22,6 +22,7 @@ from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.push import model_card_of
+from hf_fsdp_tools.saving.targets import Target
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.exchange import gather_to_first
 
@@ -34,7 +35,13 @@ def is_of_library(model: nn.Module) -> bool:
 
 
 def save_by_library(
-    model: nn.Module, folder: Path | str, write: Write, *, tokenizer: Any = None, card: bool = False, staging_bytes: int
+    model: nn.Module,
+    folder: Path | Target,
+    write: Write,
+    *,
+    tokenizer: Any = None,
+    card: bool = False,
+    staging_bytes: int,
 ) -> SaveReport:
     """Let rank 0 save a model by the `save_pretrained` of its class, and all ranks the transformers models inside it.
 
@@ -42,10 +49,10 @@ def save_by_library(
     without a transformers model inside is gathered there. Its files take their places when all weights are written.
     Every rank must call.
     """
-    if isinstance(folder, str):
+    if not isinstance(folder, Path):
         raise ConfigError(
-            f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to {folder!r} "
-            "(fsspec's put)."
+            f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to "
+            f"{folder.where!r} (fsspec's put)."
         )
     reshard_units(model)
     inside = dict(_outermost(model))

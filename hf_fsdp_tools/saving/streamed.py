@@ -1,7 +1,8 @@
-"""A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies next to them, the index last.
+"""A checkpoint straight into a place that takes whole files: weights as streams, then what lies next to them, the index
+last.
 
-Until the index is put, in one request, whoever opens the place gets the checkpoint that was there: the weight files
-have names that no save before had, and every checkpoint in a store has an index, also of one file. Files next to the
+Until the index is put, in one step, whoever opens the place gets the checkpoint that was there: the weight files
+have names that no save before had, and every checkpoint there has an index, also of one file. Files next to the
 weights that differ are put right before it; if that fails, the former ones are put back.
 """
 
@@ -13,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +27,9 @@ from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
+from hf_fsdp_tools.saving.targets import Stream, Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, temporary_folder, told
+from hf_fsdp_tools.stores import temporary_folder
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Arrival, Bucket, joined
@@ -38,10 +39,10 @@ _WRITING = "writing the checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSave:
-    """A save to a store of which writing and the index are left."""
+class StreamedSave:
+    """A save to such a place of which writing and the index are left."""
 
-    url: str
+    target: Target
     layout: Layout
     names: SavedNames
     beside: Mapping[str, bytes]
@@ -53,24 +54,24 @@ class StoreSave:
     @property
     def report(self) -> SaveReport:
         """What is known before anything is written."""
-        return SaveReport(folder=told(self.url), total_bytes=self.layout.num_bytes, copied_bytes=self.copied_bytes)
+        return SaveReport(folder=self.target.where, total_bytes=self.layout.num_bytes, copied_bytes=self.copied_bytes)
 
     def finish(self) -> SaveReport:
         """Write, and make what is written the checkpoint of the place. Every rank must call; once."""
         num_bytes, calls = self.stream()
-        with agreed("finishing the save", self.url):
+        with agreed("finishing the save", self.target.where):
             if self.layout.heads is not None:
                 self.layout.heads[0].refuse_changed()
             if rank_and_size()[0] == 0:
                 sizes = {name: self.layout.sizes[file] for file, name in self.names.weights.items()}
-                _publish(self.url, sizes, self.beside, index_text(self.names, self.layout).encode())
+                _publish(self.target, sizes, self.beside, index_text(self.names, self.layout).encode())
         files, others = tuple(self.names.weights.values()), self.names.others
         return replace(self.report, files=files, others=others, bytes_written=num_bytes, write_calls=calls)
 
 
-def begin_in_store(
+def begin_streamed(
     model: nn.Module,
-    url: str,
+    target: Target,
     *,
     check: Callable[[], None],
     plan: Callable[[], Layout],
@@ -78,23 +79,24 @@ def begin_in_store(
     dtype: torch.dtype | None,
     staging_bytes: int,
     blocking: bool,
-) -> StoreSave:
-    """Do of a save to a store what needs the model or the process group. Every rank must call.
+) -> StreamedSave:
+    """Do of a save to such a place what needs the model or the process group. Every rank must call.
 
     Without `blocking`, that is the exchange of all parts: each rank then holds its weight files in host memory.
     """
     rank, num_ranks = rank_and_size()
     beside: dict[str, bytes] = {}
-    with agreed("preparing the save", url):
-        open_store(url)  # of whose package each rank must have its own
+    with agreed("preparing the save", target.where):
+        target.check()
         check()
         layout = plan()
         shared: tuple[str, tuple[str, ...]] = ("", ())
         if rank == 0:
-            there = files_at(url)
+            there = target.files()
             if ADAPTER_CONFIG in there:
                 raise CheckpointError(
-                    f"{url!r} holds an adapter, which would be put on weights next to it. Save to another place."
+                    f"{target.where!r} holds an adapter, which would be put on weights next to it. Save to another "
+                    "place."
                 )
             with temporary_folder() as folder:
                 stage(folder)
@@ -106,36 +108,24 @@ def begin_in_store(
     single = f"model.{mark}-00001-of-00001.safetensors"
     weights = {f: single if f == WEIGHTS else f.replace("model", f"model.{mark}", 1) for f in layout.sizes}
     files = deal(layout.sizes, num_ranks)
-    stream = partial(stream_files, live_weights(model, dtype=dtype), layout, files, staging_bytes, where=url)
-    uploads = {file: Upload(f"{url}/{weights[file]}", layout.sizes[file]) for file in files[rank]}
+    stream = partial(stream_files, live_weights(model, dtype=dtype), layout, files, staging_bytes, where=target.where)
+    uploads = {file: target.open(weights[file], layout.sizes[file]) for file in files[rank]}
+    own = [weights[file] for file in files[rank]]
     names, sent = SavedNames(weights=weights, others=others), partial(stream, uploads.__getitem__)
-    stream_all = partial(_removing, uploads, sent)
-    save = StoreSave(url=url, layout=layout, names=names, beside=beside, stream=stream_all)
+    stream_all = partial(_removing, target, own, sent)
+    save = StreamedSave(target=target, layout=layout, names=names, beside=beside, stream=stream_all)
     if blocking:
         return save
-    num_bytes = sum(upload.size for upload in uploads.values())
+    num_bytes = sum(layout.sizes[file] for file in uploads)
     with agreed("copying what is saved"):
         refuse_too_large(num_bytes, *COPIED)
     copied = {file: _Held() for file in uploads}
     stream(copied.__getitem__)
-    later = partial(_removing, uploads, partial(_write, copied, uploads, url))
+    later = partial(_removing, target, own, partial(_write, copied, uploads, target.where))
     return replace(save, copied_bytes=num_bytes, stream=later)
 
 
 # ---- weights ----
-
-
-class Stream(Protocol):
-    """What takes the bytes of one file in order; it appears with `commit` and not before."""
-
-    def write(self, data: memoryview) -> object:
-        """Take the next bytes."""
-
-    def commit(self) -> object:
-        """Let the file appear."""
-
-    def discard(self) -> object:
-        """Forget what was written."""
 
 
 def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
@@ -285,16 +275,16 @@ class _Held:
         self.slabs.clear()
 
 
-def _write(copied: Mapping[str, _Held], uploads: Mapping[str, Upload], url: str) -> tuple[int, int]:
+def _write(copied: Mapping[str, _Held], uploads: Mapping[str, Stream], where: str) -> tuple[int, int]:
     """Write this rank's weight files from copies, and begin no thread. Every rank must call."""
     num_bytes = calls = 0
     try:
-        with agreed(_WRITING, url):
+        with agreed(_WRITING, where):
             for file, held in copied.items():
                 while held.slabs:
                     num_bytes, calls = num_bytes + len(held.slabs[0]), calls + 1
                     uploads[file].write(memoryview(held.slabs.pop(0)))
-        with agreed(_WRITING, url):
+        with agreed(_WRITING, where):
             for upload in uploads.values():
                 upload.commit()
     except BaseException:
@@ -304,20 +294,19 @@ def _write(copied: Mapping[str, _Held], uploads: Mapping[str, Upload], url: str)
     return num_bytes, calls
 
 
-def _removing(uploads: Mapping[str, Upload], stream: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+def _removing(target: Target, names: Iterable[str], stream: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     """Write, and where that fails remove what has appeared."""
     try:
         return stream()
     except BaseException:
-        for upload in uploads.values():
-            _remove(upload.url)
+        _remove(target, names)
         raise
 
 
-def _remove(url: str) -> None:
-    with suppress(Exception):  # nothing leads to it, and the error that led here is the one to show
-        fs, path = open_store(url)
-        fs.rm_file(path)
+def _remove(target: Target, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(Exception):  # nothing leads to it, and the error that led here is the one to show
+            target.remove(name)
 
 
 # ---- what lies next to them ----
@@ -328,98 +317,87 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
+def _publish(target: Target, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
     """Let complete weight files and what lies next to them be the checkpoint of a place; remove the former one's."""
-    fs, path = open_store(url)
-    there = files_at(url)
-    found = {name: there[name].size if name in there else None for name in sizes}
+    there = target.files()
+    found = {name: there.get(name) for name in sizes}
     try:
         if found != sizes:
             raise CheckpointError(
-                f"{url!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
+                f"{target.where!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
                 f"{listed(found.items())}. It must be the same store for all ranks, and keep what is written there."
             )
-        _put(url, beside, (WEIGHTS_INDEX, index))
+        _put(target, beside, (WEIGHTS_INDEX, index))
     except FSDPToolsError:
-        if _read(fs, f"{path}/{WEIGHTS_INDEX}") != index:
-            for name in sizes:
-                _remove(f"{url}/{name}")
+        if not _is_there(target, WEIGHTS_INDEX, index):
+            _remove(target, sizes)
             raise
     outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in {*sizes, WEIGHTS_INDEX}]
     outdated.sort(key=lambda name: name != WEIGHTS)  # which would be opened in place of the index
     try:
-        with store_errors("remove former weights from", url):
-            for name in outdated:
-                fs.rm_file(there[name].path)
+        for name in outdated:
+            target.remove(name)
     except CheckpointError as error:
-        if WEIGHTS in outdated and WEIGHTS in files_at(url):
+        if WEIGHTS in outdated and WEIGHTS in target.files():
             raise
-        warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}")
+        warn(f"{target.where!r} is saved, but weight files of an earlier save take space: {error}")
 
 
-def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
+def _put(target: Target, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
     """Put files that are new or differ, and one last; if that fails, put the former ones back."""
-    fs, path = open_store(url)
     former: dict[str, bytes | None] = {}
     try:
         for name, content in (*beside.items(), last):
-            with store_errors("write", f"{url}/{name}"):
-                place = f"{path}/{name}"
-                now = fs.cat_file(place) if fs.exists(place) else None
-                if now != content:
-                    former[name] = now
-                    fs.pipe_file(place, content)
+            now = target.read(name)
+            if now != content:
+                former[name] = now
+                target.put(name, content)
     except CheckpointError:
-        if _read(fs, f"{path}/{last[0]}") != last[1]:
+        if not _is_there(target, *last):
             for name, old in former.items():
                 with suppress(Exception):  # the error that led here is the one to show
-                    fs.rm_file(f"{path}/{name}") if old is None else fs.pipe_file(f"{path}/{name}", old)
+                    target.remove(name) if old is None else target.put(name, old)
         raise
 
 
-def _read(fs: Any, path: str) -> bytes | None:
-    """A file, to see whether a request that failed was done all the same; None where it is not there."""
+def _is_there(target: Target, name: str, content: bytes) -> bool:
+    """Whether a request that failed was done all the same."""
     try:
-        fs.invalidate_cache(path)
-        content: bytes = fs.cat_file(path)
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        raise CheckpointError(
-            f"{path!r} may be written or not: {type(error).__name__}: {error}. Look there."
-        ) from error
-    return content
+        return target.read(name) == content
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r} may be written or not: {error} Look there.") from error
 
 
-def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveReport:
+def stream_adapter(write: Callable[[Path], SaveReport], target: Target) -> SaveReport:
     """Save an adapter by a function that writes a folder, and put its files, the weights last. Every rank must call."""
     with temporary_folder() as own:
         is_first = rank_and_size()[0] == 0
-        with agreed("preparing the save", url):
-            if is_first and CONFIG in files_at(url):
+        with agreed("preparing the save", target.where):
+            target.check()
+            if is_first and CONFIG in target.files():
                 raise CheckpointError(
-                    f"{url!r} holds a model, which the adapter would be put on. Save to another place."
+                    f"{target.where!r} holds a model, which the adapter would be put on. Save to another place."
                 )
         report = write(own)
-        with agreed("writing the adapter", url):
+        with agreed("writing the adapter", target.where):
             if is_first:
-                files, there = _contents(own), files_at(url)
+                files, there = _contents(own), target.files()
                 if ADAPTER_CONFIG in there and any(name.startswith("adapter_model.") for name in there):
-                    _refuse_other_config(url, there[ADAPTER_CONFIG], files[ADAPTER_CONFIG])
+                    _refuse_other_config(target, files[ADAPTER_CONFIG])
                 if CARD in there:
                     del files[CARD]
-                _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
-    return replace(report, folder=told(url))
+                _put(target, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
+    return replace(report, folder=target.where)
 
 
-def _refuse_other_config(url: str, former: StoredObject, config: bytes) -> None:
+def _refuse_other_config(target: Target, config: bytes) -> None:
     """Refuse to replace an adapter by one of another configuration, of which a reader could get one file of each."""
     known, new = (
         {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in json.loads(text).items()}
-        for text in (former.read(0, former.size), config)  # PEFT writes sets as lists, in any order
+        for text in (target.read(ADAPTER_CONFIG) or b"{}", config)  # PEFT writes sets as lists, in any order
     )
     if other := [key for key in known | new if known.get(key) != new.get(key)]:
         raise CheckpointError(
-            f"{url!r} holds an adapter of another configuration ({listed(other)}), and no store replaces two files at "
-            "once. Save to another place, or remove that adapter first."
+            f"{target.where!r} holds an adapter of another configuration ({listed(other)}), and no store replaces two "
+            "files at once. Save to another place, or remove that adapter first."
         )

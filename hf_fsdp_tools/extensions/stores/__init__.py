@@ -1,1 +1,0 @@
-"""Saves that go to a store of fsspec, streamed."""
