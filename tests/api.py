@@ -107,7 +107,7 @@ NAMES = {
     "sharding.added": "shard_added",
     "sharding.allocate": "allocate",
     "sharding.checks": "check_kind",
-    "sharding.fsdp2_internals": "names_of_fsdp2 parameters_of_unit refuse_without unit_modules",
+    "sharding.fsdp2_internals": "FSDP2_NAMES names_in parameters_of_unit refuse_without unit_modules",
     "sharding.hooks": "hooks_of_casts",
     "sharding.phases": "Hook Installed Phase Surgery describe_hooks install remove_hooks",
     "sharding.recompute": "Recompute as_recompute",

@@ -17,7 +17,7 @@ import pytest
 
 import hf_fsdp_tools
 from tests._documents import advise
-from tests.api import ALWAYS, FEATURES, names_of_fsdp2
+from tests.api import ALWAYS, FEATURES, FSDP2_NAMES
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -325,7 +325,7 @@ assert not changed, changed
 PRIVATE = {
     "sharding.fsdp2_internals": " ".join(
         ["REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _fsdp_param_groups"]
-        + [name for name in names_of_fsdp2() if re.match("_|.*(fsdp|shard|gather|mesh_info)", name)]
+        + [name for name in FSDP2_NAMES if re.match("_|.*(fsdp|shard|gather|mesh_info)", name)]
     ),
     "extensions.fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
@@ -342,7 +342,20 @@ PRIVATE = {
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a
 room."""
 
-NOT_ONLY_FSDPS = {"_modules", "_device", "sharded_state"}
+READ = r"\b(?:state|group|entry|info|torchs)\.(\w+)"
+OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
+OURS |= {"show_shard", "show_shards", "shows_shards"}
+
+
+def test_the_names_of_fsdp2_are_those_that_its_fence_reads():
+    """A torch that lacks one is refused when the fence is imported; it needs no source text for that."""
+    code = (PACKAGE / "sharding" / "fsdp2_internals.py").read_text()
+    named_otherwise = {"_get_fsdp_state", "_setattr_on_modules", "TrainingState", "unshard", "post_backward"}
+    named_otherwise |= {"finalize_backward", "all_gather_inputs"}
+    assert {*re.findall(READ, code)} - OURS | named_otherwise == FSDP2_NAMES
+
+
+NOT_ONLY_FSDPS = {"_modules", "_device", "sharded_state", "unshard"}
 """Names that `nn.Module` has too."""
 
 

@@ -7,14 +7,11 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
-import inspect
-import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce, wraps
-from types import SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,41 +34,52 @@ from hf_fsdp_tools.sharding.phases import Installed
 from hf_fsdp_tools.sharding.placement import parallel_parameters, placeholder
 from hf_fsdp_tools.text import listed
 
-_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
-_OURS |= {"show_shard", "show_shards", "shows_shards"}
-"""Names that no torch needs to have."""
+_READ = """
+    TrainingState _all_gather_process_group _all_gather_result _device _fsdp_param_group _get_fsdp_state
+    _init_extensions _init_mp_dtypes _lazy_init _module_info _module_to_pre_load_state_dict_hook_handle
+    _module_to_pre_save_state_dict_hook_handle _modules _modules_to_run_forward _orig_size _param_fqn _post_forward
+    _post_forward_hook_handle _post_forward_indices _post_load_hook_handle _pre_forward _pre_forward_hook_handle
+    _register_pre_backward_hook _setattr_on_modules _sharded_local_tensor _sharded_param_data _state_ctx _to_sharded
+    _training_state all_gather_inputs all_gather_outputs alloc_all_gather_outputs device finalize_backward
+    foreach_reduce free_unsharded_param fsdp_params fsdp_placement grad_offload_event init_all_gather_outputs
+    init_dtype_attrs is_dtensor is_unsharded mesh_info module mp_policy offload_policy orig_dtype
+    padded_sharded_param_size param_dtype param_name pin_memory post_backward post_forward_mesh_info reduce_grads
+    sharded_param sharded_state shared_modules shared_param_names size to_unsharded unshard
+"""
+FSDP2_NAMES = frozenset(_READ.split())
+"""What this file reads of torch's modules, states, groups and entries (a test compares it with the code below)."""
 
 
-def names_of_fsdp2() -> set[str]:
-    """The names that this file reads of torch's states, groups and entries: `group.name`, wherever it stands."""
-    code = inspect.getsource(sys.modules[__name__])
-    return set(re.findall(r"\b(?:state|group|entry|info|torchs)\.(\w+)", code)) - _OURS
+def names_in(*owners: Any) -> set[str]:
+    """All names that compiled code of modules has, also where their source is not there."""
+    found, codes = set[str](), list[CodeType]()
+    for module in owners:
+        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+        for each in (module, *own):
+            members = vars(each) if isinstance(each, type | ModuleType) else {}
+            found |= {*members, *members.get("__annotations__", ())}
+            for member in (each, *members.values()):
+                of_property = [getattr(member, name, None) for name in ("fget", "__wrapped__", "__func__")]
+                codes += [
+                    code for f in (member, *of_property) if isinstance(code := getattr(f, "__code__", None), CodeType)
+                ]
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names, *code.co_varnames}
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return found
 
 
-def refuse_without(names: Iterable[str], code: str) -> None:
-    """Refuse a torch in whose code one of these names does not occur."""
-    if missing := sorted(name for name in names if not re.search(rf"\b{name}\b", code)):
+def refuse_without(names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a torch that knows not all of these names."""
+    if missing := sorted({*names} - {*known}):
         raise ConfigError(
             f"FSDP2 of torch {torch.__version__} has no {listed(missing)}, which this package reads. Install one "
             "that was tested: torch 2.11 to 2.15."
         )
 
 
-_NAMED_OTHERWISE = {
-    "_get_fsdp_state",
-    "_setattr_on_modules",
-    "TrainingState",
-    "unshard",
-    "post_backward",
-    "finalize_backward",
-    "all_gather_inputs",
-}
-"""Names that this file reads of a module, or that its classes take the place of."""
-
-refuse_without(
-    names_of_fsdp2() | _NAMED_OTHERWISE,
-    "".join(map(inspect.getsource, (_fsdp_common, _fsdp_state, _fsdp_param, _fsdp_param_group, _fully_shard))),
-)
+refuse_without(FSDP2_NAMES, names_in(_fsdp_common, _fsdp_state, _fsdp_param, _fsdp_param_group, _fully_shard))
 
 
 # ---- units and their parameters ----

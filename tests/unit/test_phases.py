@@ -32,7 +32,7 @@ from tests.api import (
     at_steps,
     describe_hooks,
     install,
-    names_of_fsdp2,
+    names_in,
     refuse_without,
     remove_hooks,
 )
@@ -126,11 +126,19 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
 
 
 def test_a_torch_whose_names_are_others_is_refused_by_name() -> None:
-    code = "class FSDPParam:\n    def init_dtype_attrs(self): ...\n"
-    refuse_without({"init_dtype_attrs"}, code)
     with pytest.raises(ConfigError, match=r"FSDP2 of torch .* has no fsdp_params, which"):
-        refuse_without({"init_dtype_attrs", "fsdp_params"}, code)
-    assert {"_lazy_init", "fsdp_params", "_post_forward", "sharded_param"} <= names_of_fsdp2()
+        refuse_without({"init_dtype_attrs", "fsdp_params"}, {"init_dtype_attrs"})
+    assert {"fixed", "later", "inner_name", "Kind"} <= names_in(sys.modules[__name__])
+
+
+class Kind:
+    """A class whose code has names in fields, properties and functions inside of functions."""
+
+    fixed: int = 0
+
+    @property
+    def later(self) -> Any:
+        return [lambda: self.inner_name for _ in range(1)]  # type: ignore[attr-defined]
 
 
 def test_functions_run_by_phase_and_a_context_ends_last_also_after_an_error() -> None:
