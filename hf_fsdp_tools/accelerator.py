@@ -126,7 +126,7 @@ class SideStream:
         """Queue a copy between pinned and device memory: the same dtype, both contiguous."""
         to.copy_(source, non_blocking=True)
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> torch.Event:
+    def copy_after_current(self, to: torch.Tensor, source: torch.Tensor) -> torch.Event:
         """Queue a copy as `copy` does it, from a thread that has not entered, behind what that thread's stream has to
         do until now; an event after it, for `lead`."""
         self.follow()

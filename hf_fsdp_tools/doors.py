@@ -15,10 +15,10 @@ its layers are whole, and weights are converted before shards of them are offloa
 
 def features_asked_for(asked: Collection[str]) -> list[Any]:
     """The `FEATURE` of each of these modules that is asked for; the others are not imported."""
-    return [extension(name).FEATURE for name in FEATURES if name in asked]
+    return [load_extension(name).FEATURE for name in FEATURES if name in asked]
 
 
-def extension(name: str) -> Any:
+def load_extension(name: str) -> Any:
     """One module of the folder.
 
     Raises:

@@ -47,7 +47,7 @@ _BLOCK_BYTES = 16 * 2**20
 _MOST_HEADER_BYTES = 10**8
 """Bytes of the largest header that safetensors opens."""
 
-BELOW = ("pytorch_model_fsdp_", "optimizer_")
+STATE_FOLDER_PREFIXES = ("pytorch_model_fsdp_", "optimizer_")
 """How names of folders begin that hold models and optimizers of a training state."""
 
 _LOCKED_S = 60.0
@@ -56,7 +56,7 @@ _LOCKED_S = 60.0
 _GAP_BYTES = 4096
 """Unwanted bytes up to which ranges of a file are one request."""
 
-_ABOVE = ("config.json", "adapter_config.json")
+_PARENT_CONFIGS = ("config.json", "adapter_config.json")
 """Files that belong to a training state and may lie up to two folders above it."""
 
 _CURE = "Check the name, credentials, endpoint and network; what was there before is as it was."
@@ -323,7 +323,7 @@ def stub_of(url: str) -> Path:
     if held is not None and url in held:
         return held[url]
     for _ in range(3):
-        files = files_at(url, below=BELOW)
+        files = files_at(url, below=STATE_FOLDER_PREFIXES)
         known = _stubs.get(url)
         if known is not None and _same(known[0], files):
             break
@@ -333,10 +333,10 @@ def stub_of(url: str) -> Path:
             with store_errors("open", url):
                 made = _make_stub(url, files)
         except CheckpointError:
-            if _same(files, files_at(url, below=BELOW)):
+            if _same(files, files_at(url, below=STATE_FOLDER_PREFIXES)):
                 raise
             continue
-        if _same(files, files_at(url, below=BELOW)):  # otherwise a save has replaced it meanwhile
+        if _same(files, files_at(url, below=STATE_FOLDER_PREFIXES)):  # otherwise a save has replaced it meanwhile
             if former := _replaced.pop(url, None):
                 _remove(former)
             if known is not None:  # which a load that began before it was replaced may still read
@@ -468,7 +468,7 @@ def _fetch_above(url: str, folder: Path) -> None:
         if url.endswith("/"):  # there is nothing above a bucket
             return
         fs, path = open_store(url)
-        for name in _ABOVE:
+        for name in _PARENT_CONFIGS:
             with store_errors("read", f"{url}/{name}"), suppress(FileNotFoundError):
                 (above / name).write_bytes(fs.cat_file(f"{path.rstrip('/')}/{name}"))
 

@@ -218,7 +218,7 @@ class LateSideStream(SideStream):
         self.machine.touch()
         self.machine.queue_copy(self.machine.current_stream(self.index), [to], [source], "copy")
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+    def copy_after_current(self, to: torch.Tensor, source: torch.Tensor) -> Any:
         assert to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
         self.follow()
         self.machine.queue_copy(self._side, [to], [source], "copy")

@@ -109,7 +109,7 @@ NAMES = {
     "sharding.checks": "check_kind",
     "sharding.fsdp2_internals": "FSDP2_NAMES names_in parameters_of_unit refuse_without unit_modules",
     "sharding.hooks": "hooks_of_casts",
-    "sharding.phases": "Hook Installed Phase Surgery describe_hooks install remove_hooks",
+    "sharding.phases": "Hook Installed Phase Undo describe_hooks install remove_hooks",
     "sharding.recompute": "Recompute as_recompute",
     "sharding.replicated": "WholeGradient clip_norm step_kinds_apart",
     "sharding.shard": "ALWAYS apply_sharding checkpoint_activations",

@@ -161,8 +161,8 @@ def mesh_of(accelerator: Any) -> DeviceMesh:
 _sharing: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 
 
-def set_ranks_per_row(number: int) -> None:
-    """Let code that divides rows among ranks know how many neighbouring ranks share each row in this process group."""
+def set_model_parallel_size(number: int) -> None:
+    """Record how many neighbouring ranks get the same rows in this process group."""
     _sharing[dist.group.WORLD] = number
 
 

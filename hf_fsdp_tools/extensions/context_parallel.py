@@ -40,8 +40,8 @@ from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.alike import IGNORED
-from hf_fsdp_tools.sharding.phases import Hook, Installed, Phase, Surgery, install, remove_hooks
+from hf_fsdp_tools.sharding.phases import Hook, Installed, Phase, Undo, install, remove_hooks
+from hf_fsdp_tools.sharding.replica_checks import IGNORED
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
 
@@ -165,7 +165,7 @@ class ContextParallel(Feature):
         if not sharding.is_divided:
             check_rows(model, sharding.axes.dims.cp_size)
 
-    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Undo]:
         """Rows are cut and joined, and heads exchanged around attention."""
         mesh = sharding.axes.groups["cp"]
         return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
@@ -174,12 +174,12 @@ class ContextParallel(Feature):
 FEATURE = ContextParallel()
 
 
-def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:
+def follow_rows(model: nn.Module, size: int) -> list[Hook | Undo]:
     """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
     return _made(model, Rows("cp", 0, size))
 
 
-def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
+def _made(model: nn.Module, rows: Rows) -> list[Hook | Undo]:
     blocks = list(_blocks(model).values())
     kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
     rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_fsdp_tools.modeling.notes import install_style
-from hf_fsdp_tools.sharding.alike import IGNORED
-from hf_fsdp_tools.sharding.reached import reach_all
+from hf_fsdp_tools.sharding.replica_checks import IGNORED
+from hf_fsdp_tools.sharding.zero_grads import with_zero_grads
 
 
 class DividedHead:
@@ -52,12 +52,12 @@ class DividedHead:
     def _run_head(self, inner: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         part = inner(hidden)
         if part.requires_grad and self._is_part:
-            part = reach_all(part)
+            part = with_zero_grads(part)
         return part if self._is_part else self._whole(part)
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = self._as_dtensor(part).redistribute(placements=[Replicate()]).to_local()
-        return reach_all(whole) if whole.requires_grad else whole
+        return with_zero_grads(whole) if whole.requires_grad else whole
 
     def _as_dtensor(self, part: torch.Tensor) -> DTensor:
         return DTensor.from_local(part, self._group, [Shard(-1)], run_check=False)

@@ -31,7 +31,7 @@ from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, 
 from hf_fsdp_tools.modeling.notes import Divided, Note, install_style
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
-from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
+from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, override_all_gather
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharded, Sharding
 from hf_fsdp_tools.text import did_you_mean
@@ -325,7 +325,7 @@ class Float8(Feature):
         scales = _Scales(sharding.axes.groups.get("tp"))
         configs = ((module, Float8Layer.of(module).config) for module in model.modules())
         layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
-        gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
+        override_all_gather(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
         scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
         if scales.shards:
             at_steps(Step.COUNT, _count)

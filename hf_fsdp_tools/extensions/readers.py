@@ -26,7 +26,7 @@ from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.notes import Divided, Note
-from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Undo
 
 _WITH_ANY_MASK = ("eager", "sdpa")
 """Attention functions that take a mask of any values: they can attend from a part of a row to the whole row."""
@@ -136,7 +136,7 @@ def _parameters(forward: Callable[..., Any]) -> list[str]:
 # ---- hooks ----
 
 
-def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook | Surgery]:
+def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook | Undo]:
     """Yield what lets the readers of blocks run on whole rows; it also finds whether none of them sees later tokens."""
     readers = {module: functions for block in blocks for module, functions in find_readers(block, rows.size)}
     rows.is_causal = all(_is_causal(below) for module in readers for below in module.modules())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from hf_fsdp_tools.sharding.alike import compare_rows
+from hf_fsdp_tools.sharding.replica_checks import require_same_batch
 
 BOUNDARIES = "cu_seq_lens"
 """Begins the names of arguments that say where documents of a packed row begin and end."""
@@ -78,7 +78,7 @@ class Rows:
         """Refuse different rows on the ranks of the group, in the first pass alone."""
         if not self.were_compared and isinstance(self.group, dist.ProcessGroup):
             self.were_compared = True
-            compare_rows(tokens, self.group, "rows (cp_size)")
+            require_same_batch(tokens, self.group, "rows (cp_size)")
 
     def exchange(self, tensor: torch.Tensor, *, cut: int, join: int) -> torch.Tensor:
         """Cut one dimension into a part for each rank, and join the parts of all ranks along another one."""

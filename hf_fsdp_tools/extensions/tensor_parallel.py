@@ -43,12 +43,12 @@ from hf_fsdp_tools.modeling.packed import (
 )
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.hf_interface import let_answer
+from hf_fsdp_tools.sharding.hf_interface import override_method
 from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
-from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Undo
 from hf_fsdp_tools.sharding.placement import placeholder
-from hf_fsdp_tools.sharding.reached import reach_all
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.zero_grads import with_zero_grads
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
 try:
@@ -121,9 +121,9 @@ class DividedLayers(Feature):
         tuner: Any = getattr(model, "base_model", None)
         for name in ("merge_adapter", "merge_and_unload"):
             if hasattr(type(tuner), name):
-                let_answer(tuner, name, _refuse_merge)
+                override_method(tuner, name, _refuse_merge)
 
-    def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
+    def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Undo]:
         """The loss of a divided head is computed of parts of the logits.
 
         A head that an adapter wraps, and a loss other than that of the next word, take full logits.
@@ -452,7 +452,7 @@ def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
     output = inner(*args, **kwargs)
     is_view = isinstance(output, torch.Tensor) and not isinstance(output, DTensor) and output._is_view()
     # What styles give are views of DTensors, to which nothing may be written (Llama 4 does).
-    return reach_all(output) if is_view and output.requires_grad else output
+    return with_zero_grads(output) if is_view and output.requires_grad else output
 
 
 def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from hf_fsdp_tools.distributed.mesh import (
     gpus_are_hidden,
     local_device,
     rank_on_node,
-    set_ranks_per_row,
+    set_model_parallel_size,
     world_size,
 )
 from hf_fsdp_tools.errors import ConfigError, MeshError
@@ -176,7 +176,7 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    set_ranks_per_row(_check_axes(state.parallelism_config, plugin).ranks_per_row)
+    set_model_parallel_size(_check_axes(state.parallelism_config, plugin).ranks_per_row)
     leave_to_model(state)
 
 

@@ -18,7 +18,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import exchange, sync
-from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
+from hf_fsdp_tools.saving.held_dcp import BufferedWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
@@ -86,9 +86,9 @@ class StateSave:
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write values as a DCP folder, or plan it and copy them. Every rank must call."""
         self.needed.append(f"{folder.relative_to(self.staging)}/{METADATA}")
-        writer = ThreadedWriter(folder) if self.blocking else HeldWriter(folder)
+        writer = ThreadedWriter(folder) if self.blocking else BufferedWriter(folder)
         save(dict(values), storage_writer=writer, planner=DefaultSavePlanner())
-        if isinstance(writer, HeldWriter):
+        if isinstance(writer, BufferedWriter):
             self.copied_bytes += copy_held(writer)
             self.writes.append(writer.write)
 

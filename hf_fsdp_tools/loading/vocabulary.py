@@ -19,7 +19,7 @@ from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, original_classes, swap
-from hf_fsdp_tools.modeling.packed import none_lost, pack_alike
+from hf_fsdp_tools.modeling.packed import none_unpacked, pack_alike
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
@@ -164,7 +164,7 @@ def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_mul
     for name, count in (("num_tokens", num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
         if count is not None and count < 1:
             raise ConfigError(f"{name} is {count}; it must be at least 1.")
-    with none_lost(model):
+    with none_unpacked(model):
         try:
             with torch.device("meta"):
                 model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from hf_fsdp_tools.doors import extension
+from hf_fsdp_tools.doors import load_extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import OF_GGUF, fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
@@ -180,7 +180,7 @@ def build_meta_model(
     Packed.put(model, stored_quantization=quantization)
     Chosen.put(model, has_attention=model_kwargs.get("attn_implementation") is not None)
     if fused:
-        extension("liger").use_liger(model, fused)
+        load_extension("liger").use_liger(model, fused)
     return model
 
 

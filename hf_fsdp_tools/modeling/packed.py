@@ -119,7 +119,7 @@ def refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 @contextmanager
-def none_lost(model: nn.Module) -> Iterator[None]:
+def none_unpacked(model: nn.Module) -> Iterator[None]:
     """A block that resizes a vocabulary, and must leave weights that are no floats as they are."""
     packed = packed_parameters(model).keys()
     yield

@@ -35,7 +35,7 @@ from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, Place, plan_layout
-from hf_fsdp_tools.saving.material import Material, adapted_model, material_of_adapter, material_of_model
+from hf_fsdp_tools.saving.material import ExportSource, adapted_model, material_of_adapter, material_of_model
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
@@ -222,7 +222,7 @@ class _Loop:
     adapter is merged, or a conversion does more than move data) are taken whole, with all that they are computed with.
     """
 
-    def __init__(self, material: Material, layout: Layout, requantizer: Requantizer | None) -> None:
+    def __init__(self, material: ExportSource, layout: Layout, requantizer: Requantizer | None) -> None:
         self._material, self._match, self._requantizer = material, material.match, requantizer
         self._state = {**persistent_tensors(material.model), **material.copied}
         merged = material.merged

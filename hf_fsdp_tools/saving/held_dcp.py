@@ -74,7 +74,7 @@ class _OnHost(DefaultSavePlanner):
         return copied
 
 
-class HeldWriter(ThreadedWriter):
+class BufferedWriter(ThreadedWriter):
     """What `torch.distributed.checkpoint.save` takes as a writer, and what writes nothing until `write`.
 
     The plan of all ranks is made by `save` as always, which communicates. Then `copy_held` copies the values, and they
@@ -123,7 +123,7 @@ class HeldWriter(ThreadedWriter):
         return sum(result.size_in_bytes for result in written)
 
 
-def copy_held(writer: HeldWriter) -> int:
+def copy_held(writer: BufferedWriter) -> int:
     """Copy what a writer is to write, which it writes from then on; the bytes of the copies. Every rank must call."""
     held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
     copies = host_copies([(tensor, tensor.dtype) for _, tensor in held])

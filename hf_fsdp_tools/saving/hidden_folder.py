@@ -44,14 +44,14 @@ def switch(folder: Path, hidden: Path, names: Sequence[Path]) -> None:
     try:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if _lead(hidden, _FORMER):
+        if _point_now_at(hidden, _FORMER):
             for below in {*(path.parent for base in (former, new) for path in base.rglob("*")), former, new, hidden}:
                 sync(below)
             for name in names:
                 at = folder / name
                 _link(os.path.relpath(hidden / _NOW / name, at.parent), at, hidden)
             _sync_parents(folder, names)
-            _lead(hidden, NEW)
+            _point_now_at(hidden, NEW)
             sync(hidden)
         else:
             sync(folder)
@@ -59,14 +59,14 @@ def switch(folder: Path, hidden: Path, names: Sequence[Path]) -> None:
         _sync_parents(folder, names)
     except BaseException:
         with suppress(OSError):  # the error that led here is the one to show
-            _lead(hidden, _FORMER)
+            _point_now_at(hidden, _FORMER)
         for name in names:
             with suppress(OSError):
                 _put(folder, former, [name])
         raise
 
 
-def settle(folder: Path, hidden: Path) -> None:
+def finish_interrupted(folder: Path, hidden: Path) -> None:
     """Let names that are still links into a hidden folder be the files that they mean, so that it can be removed."""
     if (hidden / _NOW).is_symlink() and (now := os.readlink(hidden / _NOW)) in (_FORMER, NEW):  # no stranger's link
         files = {path.relative_to(base) for base in (hidden / _FORMER, hidden / NEW) for path in base.rglob("*")}
@@ -91,7 +91,7 @@ def keep(file: Path, kept: Path) -> None:
         sync(kept)
 
 
-def _lead(hidden: Path, to: str) -> bool:
+def _point_now_at(hidden: Path, to: str) -> bool:
     """Let `now` mean another folder, in one step; False where there are no symbolic links."""
     try:
         _link(to, hidden / _NOW, hidden)
@@ -324,7 +324,7 @@ def _remove(path: Path) -> None:
     """Remove a hidden folder to which nothing leads, its owner's file last: a process that ends meanwhile leaves who it
     was."""
     try:
-        settle(path.parent, path)
+        finish_interrupted(path.parent, path)
     except OSError:  # what lies in it is still needed
         return
     with suppress(OSError):

@@ -34,7 +34,7 @@ _FIT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class ExportSource:
     """A model without values, and which files and adapters hold them."""
 
     model: PreTrainedModel
@@ -54,7 +54,7 @@ class Material:
 @agreed("building the model")
 def material_of_model(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
-) -> Material:
+) -> ExportSource:
     """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored.
 
     Every rank must call; the ranks exchange errors.
@@ -88,7 +88,7 @@ def material_of_model(
 
 def material_of_adapter(
     checkpoint: Checkpoint, adapter: Source, auto_class: Any, trust_remote_code: bool, *, force: bool
-) -> Material:
+) -> ExportSource:
     """The base of a PEFT adapter as it will be with the adapter merged into it; the adapter has its values.
 
     Every rank must call. The ranks exchange errors, and digests of the adapter's config.
@@ -198,7 +198,7 @@ def _look_at(adapter: Source) -> tuple[Mapping[str, Any], dict[str, tuple[int, .
 
 def _material(
     model: PreTrainedModel, match: Match, of_adapter: Collection[str] = (), filled: Collection[int] = (), **merged: Any
-) -> Material:
+) -> ExportSource:
     """Refuse tensors that have another shape in the files than in the model and not in the adapter, or no value."""
     wrong = [(key, list(a), list(b)) for key, a, b in match.mismatched if key not in of_adapter]
     if wrong:
@@ -214,7 +214,7 @@ def _material(
             f"{_FIT}"
         )
     loaded = {id(match.state[key]): key for key in match.loaded if id(match.state[key]) not in filled}
-    return Material(model=model, match=match, loaded=loaded, **merged)
+    return ExportSource(model=model, match=match, loaded=loaded, **merged)
 
 
 def _embeddings(model: PreTrainedModel) -> list[str]:

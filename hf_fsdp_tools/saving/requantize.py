@@ -19,14 +19,14 @@ from hf_fsdp_tools.loading.quantized.dequantize import dequantize
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
-from hf_fsdp_tools.saving.material import Material
+from hf_fsdp_tools.saving.material import ExportSource
 from hf_fsdp_tools.streaming.outgoing import SavedTensor
 from hf_fsdp_tools.text import listed
 
 
 def keep_format(
-    material: Material, stored: CheckpointIndex, max_shard_size: int | str, *, carry_heads: bool
-) -> tuple[Material, Layout]:
+    material: ExportSource, stored: CheckpointIndex, max_shard_size: int | str, *, carry_heads: bool
+) -> tuple[ExportSource, Layout]:
     """The same material with the stored tensors that are copied, and the layout of the stored format.
 
     `stored` has the base's tensors as they are. No rank communicates.
@@ -90,7 +90,7 @@ def _quantized(
     return quantized
 
 
-def _with_copied(material: Material, copied: Mapping[str, Stored]) -> Material:
+def _with_copied(material: ExportSource, copied: Mapping[str, Stored]) -> ExportSource:
     """The same with stored tensors next to those of the model, whose config says again how they are quantised."""
     match = material.match
     blanks = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in copied.items()}
@@ -127,7 +127,7 @@ def _looks(
 class Requantizer:
     """Quantises merged tensors to FP8, and compares what was written with them."""
 
-    def __init__(self, material: Material, places: Mapping[str, Place]) -> None:
+    def __init__(self, material: ExportSource, places: Mapping[str, Place]) -> None:
         self._tensors, self._places = material.match.index.tensors, places
         self._written: list[tuple[QuantizedTensor, torch.Tensor]] = []
         self.errors: dict[str, float] = {}

@@ -14,7 +14,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, entry_of, manifest_text
 from hf_fsdp_tools.saving.targets import Target
-from hf_fsdp_tools.stores import BELOW
+from hf_fsdp_tools.stores import STATE_FOLDER_PREFIXES
 from hf_fsdp_tools.text import listed
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def _of_state(files: Mapping[str, T], patterns: Iterable[str]) -> dict[str, T]:
 def _refuse_other_sizes(target: Target, sizes: dict[str, int]) -> None:
     """Refuse a place that does not hold what the ranks have put, as far as it is listed."""
     there = target.files()
-    expected = {name: size for name, size in sizes.items() if "/" not in name or name.startswith(BELOW)}
+    expected = {name: size for name, size in sizes.items() if "/" not in name or name.startswith(STATE_FOLDER_PREFIXES)}
     wrong = [name for name, size in expected.items() if there.get(name) != size]
     if wrong:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.stores import BELOW, Upload, as_url, files_at, open_store, store_errors, told
+from hf_fsdp_tools.stores import STATE_FOLDER_PREFIXES, Upload, as_url, files_at, open_store, store_errors, told
 
 
 class Stream(Protocol):
@@ -77,7 +77,7 @@ class Store:
 
     def files(self) -> Mapping[str, int]:
         """By one request for each folder."""
-        return {name: file.size for name, file in files_at(self._url, below=BELOW).items()}
+        return {name: file.size for name, file in files_at(self._url, below=STATE_FOLDER_PREFIXES).items()}
 
     def open(self, name: str, size: int) -> Stream:
         """Blocks go to the store while more come."""

@@ -25,7 +25,7 @@ from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
-from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
+from hf_fsdp_tools.sharding.hf_interface import install_model_methods, override_method
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import apply_again, apply_sharding, features_of
@@ -33,15 +33,15 @@ from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_o
 
 
 def plan_with_adapters(model: nn.Module, policy: WrapPolicy) -> WrapPlan:
-    """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`."""
+    """The plan of a PEFT model's base, made without its adapters and then extended to them by `plan_of_adapted`."""
     base = base_of(model)
     for config in getattr(model, "peft_config", {}).values():
         refuse_for_any(config)
     plan = make_wrap_plan(bare_model(base).model, policy=policy)
-    return laid_over(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
+    return plan_of_adapted(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
 
 
-def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
+def plan_of_adapted(plan: WrapPlan, base: nn.Module) -> WrapPlan:
     """A plan for a base with adapters, from the plan of the base without them or with some of them.
 
     The units are the same; of a wrapped module, the wrapper is in the unit. Parameters that PEFT gives to modules of
@@ -113,7 +113,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     inside = set(base.modules())
     for feature in features_of(base, sharding):
         feature.added(model)
-    replaced = _take_up(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
+    replaced = _shard_new_parameters(model, base, sharding) if sharding.is_whole else _shard(model, base, sharding)
     for module in model.modules():
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
             # Adaption prompts have it: they would call the base past FSDP's hooks.
@@ -121,9 +121,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     for module in model.modules():
         if module not in inside:  # PEFT's give what they lack of the base, and so its way to be copied
             module.__deepcopy__ = partial(_copy_around, module)  # type: ignore[assignment]  # mypy takes it for a submodule
-    answer_for_shards(model)  # PEFT's, like transformers'
+    install_model_methods(model)  # PEFT's, like transformers'
     if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
-        let_answer(model, "add_adapter", _add_adapter)
+        override_method(model, "add_adapter", _add_adapter)
     return replaced
 
 
@@ -135,9 +135,9 @@ def _copy_around(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return twin
 
 
-def _take_up(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:
+def _shard_new_parameters(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.Tensor, nn.Parameter]:
     """Let a whole base compute with what was added to it, as `_shard` does; no parameter is replaced."""
-    plan = laid_over(sharding.plan, base)
+    plan = plan_of_adapted(sharding.plan, base)
     check_parameters(base, plan.replicated)
     own = set(bare_model(base).model.parameters())
     for parameter in _in_fp32(base, sharding, (p for p in base.parameters() if p not in own)):
@@ -183,7 +183,7 @@ def _add_adapter(model: nn.Module, plain: Callable[..., None], *args: Any, **kwa
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
     """Take FSDP2 off, and apply it again with the added modules; parameters that were sharded keep their shards."""
-    plan = laid_over(sharding.plan, base)
+    plan = plan_of_adapted(sharding.plan, base)
     check_parameters(base, plan.replicated)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)

@@ -13,8 +13,8 @@ from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.packed import require_floats
-from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.phases import Hook, Phase
+from hf_fsdp_tools.sharding.replica_checks import compare_inputs, sync_rng
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharding_of
 from hf_fsdp_tools.text import listed
 
@@ -106,7 +106,7 @@ class ParameterChecks(Feature):
             is_checked = True
             for group in axes.sharing(of_rows=False):
                 compare_inputs((*args, *kwargs.values()), group.get_group(), "layers (tp_size)")
-                draw_alike([group], device)  # what dropout leaves out
+                sync_rng([group], device)  # what dropout leaves out
             problems = [never_called(module, is_sharded=True)]
             if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
                 problems.append(

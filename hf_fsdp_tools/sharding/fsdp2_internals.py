@@ -317,7 +317,7 @@ class _Entry(_fsdp_param.FSDPParam):
             super().to_accumulated_grad_if_needed()
 
 
-class _GatheredInstead(_Entry):
+class _CustomAllGather(_Entry):
     """torch's entry for a parameter in whose place something of one byte per value is gathered (see `float8`)."""
 
     instead: Any
@@ -443,7 +443,7 @@ def use_own_entries(model: nn.Module) -> None:
             entry.__class__ = _Entry
 
 
-def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
+def override_all_gather(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
     """Let units gather what `fsdp_pre_all_gather` of each way gives in the place of a shard, by module and name.
 
     The parameters stay plain tensors; FSDP2 itself asks their class, which would be the class of saved tensors too.
@@ -452,7 +452,7 @@ def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) 
         for entry in group.fsdp_params:
             way = ways.get((entry._module_info.module, entry._module_info.param_name))
             if way is not None:
-                entry.__class__ = _GatheredInstead
+                entry.__class__ = _CustomAllGather
                 entry.instead = way
                 entry._init_extensions()
                 way.bind(ShardMemory(entry))
@@ -462,7 +462,7 @@ def _gathered_dtype(entry: Any) -> torch.dtype:
     if not hasattr(entry, "orig_dtype"):  # FSDP2 decides in the first pass
         entry.init_dtype_attrs(entry.mp_policy)
     dtype: torch.dtype = entry.param_dtype or entry.orig_dtype
-    return torch.uint8 if isinstance(entry, _GatheredInstead) else dtype
+    return torch.uint8 if isinstance(entry, _CustomAllGather) else dtype
 
 
 # ---- forward passes ----
@@ -512,7 +512,7 @@ def make_gathered_memory(module: FSDPModule) -> None:
     state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
     for group in _groups_of(state):
         for entry in group.fsdp_params:
-            is_own = isinstance(entry, _GatheredInstead)
+            is_own = isinstance(entry, _CustomAllGather)
             if is_own or not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
                 entry.init_all_gather_outputs(
                     [entry._sharded_param_data.numel()],

@@ -20,7 +20,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config, with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.packed import require_floats
-from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     bytes_gathered,
     forward_begun,
@@ -28,6 +27,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     keep_gathered,
     reshard_units,
 )
+from hf_fsdp_tools.sharding.replica_checks import compare_inputs, sync_rng
 from hf_fsdp_tools.sharding.sharding import Sharded
 from hf_fsdp_tools.text import listed
 
@@ -56,8 +56,8 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
         is_prepared: Any = property(_is_prepared, lambda module, value: Sharded.put(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
     if hasattr(model, "generate") and "generate" not in model.__dict__:
-        let_answer(model, "generate", _generate)
-    answer_for_shards(model)
+        override_method(model, "generate", _generate)
+    install_model_methods(model)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ def _is_prepared(module: nn.Module) -> bool:
     return True
 
 
-def answer_for_shards(model: nn.Module) -> None:
+def install_model_methods(model: nn.Module) -> None:
     """Let the methods of a sharded model that need whole weights do what they say, where every rank calls them.
 
     - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
@@ -92,14 +92,14 @@ def answer_for_shards(model: nn.Module) -> None:
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
-            let_answer(model, name, answer)
+            override_method(model, name, answer)
     for module in model.modules():
         hooks: Any = module._load_state_dict_pre_hooks.values()
         if not any(hook.hook is _cut_whole_tensors for hook in hooks):
             module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def let_answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
+def override_method(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
     """Give a model a method of its own that calls `answer(model, plain, …)`; scripts see the name of the plain one."""
     if not hasattr(type(model), name):
         model = model._orig_mod  # type: ignore[assignment]  # the model in one that torch.compile made
@@ -306,7 +306,7 @@ def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
     shared = axes.sharing(of_rows=True)
     for mesh in shared:
         compare_inputs((*args, *kwargs.values()), mesh.get_group(), "rows (cp_size, tp_size) and are to generate")
-    draw_alike(shared, Sharded.of(model).sharding.device)
+    sync_rng(shared, Sharded.of(model).sharding.device)
     try:
         with forward_begun(model):
             return plain(*args, **kwargs)

@@ -39,8 +39,8 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     use_frozen_in_place,
 )
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.reached import first_float, in_graph, own_weights, reach_all, with_tensor
 from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding
+from hf_fsdp_tools.sharding.zero_grads import first_float, in_graph, own_weights, with_tensor, with_zero_grads
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -337,7 +337,7 @@ def _as_no_views(module: nn.Module, args: object, output: Any) -> Any:
     and the unit is not gathered for the backward pass; FSDP2 warns of each."""
     for tensor in dict.fromkeys(in_graph(output)):
         if not isinstance(tensor, DTensor) and tensor._is_view():
-            output = with_tensor(output, tensor, reach_all(tensor))
+            output = with_tensor(output, tensor, with_zero_grads(tensor))
     return output
 
 
@@ -351,7 +351,7 @@ def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.
     if not weights or not torch.is_grad_enabled():
         return output
     tensor = None if isinstance(output, dict) else first_float(output)
-    return output if tensor is None else with_tensor(output, tensor, reach_all(tensor, *weights))
+    return output if tensor is None else with_tensor(output, tensor, with_zero_grads(tensor, *weights))
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

@@ -72,14 +72,14 @@ class Installed(Note):
         return Installed()
 
 
-class Surgery(Protocol):
+class Undo(Protocol):
     """What a feature has changed in a model in addition to hooks."""
 
     def remove(self) -> None:
         """Undo it."""
 
 
-def install(model: nn.Module, made: Iterable["Hook | Surgery"]) -> None:
+def install(model: nn.Module, made: Iterable["Hook | Undo"]) -> None:
     """Register the hooks of all features on a model and the modules below, in place of those registered before."""
     _unregister(model)
     made = tuple(made)

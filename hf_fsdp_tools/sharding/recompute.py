@@ -28,8 +28,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.zero_grads import first_float
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, quoted, show_bytes
 
 _ATTENTION = (
@@ -258,11 +258,11 @@ class StreamLink:
                 f"The system does not give {show_bytes(pinned_bytes(source.nbytes))} more of pinned host memory for "
                 f"the inputs of checkpointed blocks ({first_line(error)}). {_CURE}"
             ) from error
-        return host, self._side.copy_beside(host, source)
+        return host, self._side.copy_after_current(host, source)
 
     def fetch(self, host: Any, to: torch.Tensor) -> Any:
         """As `Link` says."""
-        return self._side.copy_beside(to, host)
+        return self._side.copy_after_current(to, host)
 
     def wait(self, mark: Any) -> None:
         """As `Link` says."""
@@ -301,7 +301,7 @@ class _Kept:
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def settle(self) -> None:
+    def finish_interrupted(self) -> None:
         """Give the memory on the device up, once the copy is there."""
         self._link.wait(self._mark)
         self._source = None
@@ -353,7 +353,7 @@ def _run_offloaded(
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = run(function, *args)
     for kept in made:
-        kept.settle()
+        kept.finish_interrupted()
     return output
 
 

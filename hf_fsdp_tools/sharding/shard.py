@@ -24,7 +24,6 @@ from hf_fsdp_tools.modeling.packed import compute_in
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.alike import drifted
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import ParameterChecks
 from hf_fsdp_tools.sharding.compile import (
@@ -49,6 +48,7 @@ from hf_fsdp_tools.sharding.placement import (
     warn_of_padding,
 )
 from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
+from hf_fsdp_tools.sharding.replica_checks import differing_weights
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.sharding.sharding import (
     Feature,
@@ -251,7 +251,7 @@ def warn_of_drift(model: nn.Module) -> None:
     meshes = [] if sharding is None else [*sharding.axes.sharing(of_rows=False), sharding.mesh]
     for mesh in meshes:
         words = f" of {mesh.mesh_dim_names[0]}_size" if mesh is not meshes[-1] and mesh.mesh_dim_names else ""
-        if (names := drifted(model, mesh)) and dist.get_rank() == 0:
+        if (names := differing_weights(model, mesh)) and dist.get_rank() == 0:
             warn(
                 f"{len(names)} weights that each rank{words} holds whole differ: {listed(names)}. "
                 "They saw other rows, or drew other random numbers, and one rank's are saved."

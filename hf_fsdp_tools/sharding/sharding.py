@@ -15,7 +15,7 @@ from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import Note
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.sharding.phases import Hook, Surgery
+from hf_fsdp_tools.sharding.phases import Hook, Undo
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.sharding.recompute import Recompute
@@ -173,7 +173,7 @@ class Feature:
     def added(self, model: nn.Module) -> None:
         """Change adapters that were added to a sharded model, before FSDP2 is applied to it again, or refuse them."""
 
-    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Undo]:
         """What runs around the forward passes, of a model whose units are made. Communicate nothing."""
         return ()
 

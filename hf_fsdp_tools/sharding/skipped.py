@@ -31,8 +31,15 @@ from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forwa
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
 from hf_fsdp_tools.sharding.phases import Hook, Phase
-from hf_fsdp_tools.sharding.reached import below, first_float, own_weights, reach_all, reach_from_each, with_tensor
 from hf_fsdp_tools.sharding.sharding import Feature, Sharded, Sharding
+from hf_fsdp_tools.sharding.zero_grads import (
+    below,
+    first_float,
+    own_weights,
+    with_tensor,
+    with_zero_grads,
+    with_zero_grads_for_any_loss,
+)
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs other than a text begin, in transformers: a batch without them does not run their encoder."""
@@ -194,7 +201,7 @@ class _Passes:
         if self._meets:
             reached += [*own_weights([model]), *self._results]
         self._forget()
-        return reach_from_each(output, reached)
+        return with_zero_grads_for_any_loss(output, reached)
 
     # ---- units that run on a dummy input ----
 
@@ -252,7 +259,7 @@ class _Passes:
 
         def inside(hidden: torch.Tensor) -> torch.Tensor:
             hidden = self._join_with(list(_units_below(members)), hidden)
-            return reach_all(hidden, *own_weights(members)) if torch.is_grad_enabled() else hidden
+            return with_zero_grads(hidden, *own_weights(members)) if torch.is_grad_enabled() else hidden
 
         return pass_through(unit, hidden, inside)
 
@@ -262,7 +269,7 @@ class _Passes:
             return hidden
         pending = [result for result in self._pending if result.requires_grad]
         self._pending.clear()
-        return reach_all(hidden, *pending) if pending and torch.is_grad_enabled() else hidden
+        return with_zero_grads(hidden, *pending) if pending and torch.is_grad_enabled() else hidden
 
 
 def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:

@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.hooks import hooks_of_experts, hooks_of_precision, kept_as_stored
 from hf_fsdp_tools.sharding.phases import Hook, Installed, Phase
-from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.zero_grads import first_float
 from hf_fsdp_tools.text import grouped
 
 Place = tuple[nn.Module, str]
@@ -88,7 +88,7 @@ class LentWeights(CastWeights):
     """Weights of a head of which attributes give copies after a pass of the base alone, until its backward pass:
     chunked losses, as TRL's, read them without a call of the model. Modules register the weights all the time."""
 
-    def lend(self, base: nn.Module, args: object, output: object) -> None:
+    def keep_until_backward(self, base: nn.Module, args: object, output: object) -> None:
         """Let attributes give copies, unless a pass of the whole model goes on, which has its own."""
         hidden = first_float(output)
         if not torch.is_grad_enabled() or hidden is None or not hidden.requires_grad:
@@ -106,7 +106,7 @@ class LentWeights(CastWeights):
         if all(store.get(name) is copy for store, name, copy in lent):
             self.restore()
 
-    def take_back(self, module: object, args: object, kwargs: object) -> None:
+    def give_back(self, module: object, args: object, kwargs: object) -> None:
         """Let attributes give weights again before a pass: the backward pass of the one before may never have come."""
         self.restore()
 
@@ -193,5 +193,5 @@ def hooks_of_weights(
         Installed.put(model, casts=(in_pass, lent, *Installed.of(model).casts))
         yield Hook(model, Phase.CONTEXT, in_pass.in_pass)
         if base is not model:
-            yield from (Hook(module, Phase.CAST, lent.take_back) for module in (model, base))
-            yield Hook(base, Phase.KEEP, lent.lend)
+            yield from (Hook(module, Phase.CAST, lent.give_back) for module in (model, base))
+            yield Hook(base, Phase.KEEP, lent.keep_until_backward)

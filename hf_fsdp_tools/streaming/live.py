@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, refuse_ended
-from hf_fsdp_tools.doors import extension
+from hf_fsdp_tools.doors import load_extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
@@ -74,7 +74,7 @@ class LiveWeights:
             refuse_ended(model)
             reshard_units(model)
             if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-                model = extension("fsdp1.flat_shards").plain_view(model)
+                model = load_extension("fsdp1.flat_shards").plain_view(model)
             self._model, self._merging = model, Merging(model) if merge_adapters else None
             self._standing_for: dict[int, nn.Parameter] = {}
             """Parameters of the base by what stands for them until they are merged, by its identity."""

@@ -59,7 +59,10 @@ class Run:
 
 
 def names_in(place: str) -> dict[str, tuple[int, int]]:
-    return {n: there.version for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.BELOW).items()}
+    return {
+        n: there.version
+        for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.STATE_FOLDER_PREFIXES).items()
+    }
 
 
 def resumed_to_the_bit(folders: dict[str, Path], tmp: Path) -> dict[str, torch.Tensor]:

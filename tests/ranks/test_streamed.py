@@ -173,7 +173,7 @@ def forward_passes_begin_before_later_units_are_stepped() -> None:
         for block, event in zip(model.model.layers, begun, strict=True):
             block.register_forward_pre_hook(lambda *_, event=event: event.set())
         model(input_ids=IDS)
-        streamed.settle()
+        streamed.finish_interrupted()
     assert next(steps) > 3
 
 
@@ -199,7 +199,7 @@ def steps_run_while_the_backward_pass_goes_on() -> None:
         with pytest.raises(ConfigError, match="stepped in two backward passes"):
             model(input_ids=IDS, labels=IDS).loss.backward()
     own.step()
-    streamed.settle()
+    streamed.finish_interrupted()
     assert all(waited) and len(waited) >= 3
 
 
@@ -263,7 +263,7 @@ def copies_are_made_once_for_each_step() -> None:
         model(input_ids=IDS, labels=IDS).loss.backward()
         own.step()
         own.zero_grad()
-        streamed.settle()
+        streamed.finish_interrupted()
         return sum(name == threading.current_thread().name for name in made)
 
     with replaced(streamed.HostCopy, renew=counted):

@@ -77,7 +77,7 @@ def weights_that_have_drifted_apart(parent: Path) -> None:
         model.model.norm.weight.data.add_(1e-3)
     said = pytest.warns(UserWarning, match=r"1 weights .* differ: .*model\.norm\.weight")
     with said if dist.get_rank() == 0 else nullcontext():
-        save_pretrained(model, parent / "drifted")
+        save_pretrained(model, parent / "differing_weights")
 
 
 def trainers_that_count_completions(parent: Path) -> None:

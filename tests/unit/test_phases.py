@@ -28,7 +28,7 @@ from tests.api import (
     Phase,
     Sharding,
     Step,
-    Surgery,
+    Undo,
     at_steps,
     describe_hooks,
     install,
@@ -187,7 +187,7 @@ class Doubled(Feature):
         if sharding.offload_policy.__class__.__name__ == "CPUOffloadPolicy":
             raise ConfigError("doubled blocks are not offloaded")
 
-    def hooks(self, model: Any, tree: object, sharding: Sharding) -> Iterator[Hook | Surgery]:
+    def hooks(self, model: Any, tree: object, sharding: Sharding) -> Iterator[Hook | Undo]:
         for block in model.model.layers:
             yield Hook(block, Phase.CAST, lambda block, args, kwargs: ((2 * args[0], *args[1:]), kwargs))
             yield Hook(block, Phase.WHOLE, lambda block, args, output: output / 2)

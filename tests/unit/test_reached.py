@@ -4,7 +4,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.siglip.modeling_siglip import SiglipOutput
 
-from hf_fsdp_tools.sharding.reached import in_graph, reach_all, reach_from_each, with_tensor
+from hf_fsdp_tools.sharding.zero_grads import in_graph, with_tensor, with_zero_grads, with_zero_grads_for_any_loss
 
 
 def _output():
@@ -15,7 +15,7 @@ def _output():
 
 def test_a_loss_of_a_nested_output_reaches_the_weights():
     weight, output = torch.ones(4, requires_grad=True), _output()
-    reached = reach_from_each(output, [weight])
+    reached = with_zero_grads_for_any_loss(output, [weight])
     reached.vision_model_output.pooler_output.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(4))
 
@@ -25,6 +25,6 @@ def test_no_view_is_left_in_a_nested_output():
     assert sum(tensor._is_view() for tensor in in_graph(output)) == 2
     for tensor in [*in_graph(output)]:
         if tensor._is_view():
-            output = with_tensor(output, tensor, reach_all(tensor))
+            output = with_tensor(output, tensor, with_zero_grads(tensor))
     assert not any(tensor._is_view() for tensor in in_graph(output))
     assert output.vision_model_output.hidden_states[0] is output.vision_model_output.last_hidden_state

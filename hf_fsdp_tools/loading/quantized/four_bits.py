@@ -48,10 +48,10 @@ class Weights4Bit:
         made = {part for fqn in self.plain for part in self.forms[fqn].parts(fqn)}
         return made | {part_name(fqn, "offset") for fqn in self.texts if "offset" in self.forms[fqn].scales}
 
-    def shares(self, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> "Shares":
+    def shares(self, state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> "PackJobs":
         """This rank's part, of a model whose tensors are `state`."""
         packed = [
-            Share(
+            PackJob(
                 form=(form := self.forms[fqn]),
                 plain=plain,
                 parts={name: state[part_name(fqn, name)] for name in ("packed", *form.scales)},
@@ -59,7 +59,7 @@ class Weights4Bit:
             )
             for fqn, plain in self.plain.items()
         ]
-        return Shares(weights=self, state=state, index=index, packed=packed)
+        return PackJobs(weights=self, state=state, index=index, packed=packed)
 
 
 def match_4bit(
@@ -139,7 +139,7 @@ def _not_plain(fqn: str, form: PackedForm, tensor: PieceTensor, index: Checkpoin
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class PackJob:
     """This rank's part of a weight that is packed while it is read."""
 
     form: PackedForm
@@ -168,13 +168,13 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class PackJobs:
     """This rank's part of all such weights; in the same order on every rank."""
 
     weights: Weights4Bit
     state: Mapping[str, torch.Tensor]
     index: CheckpointIndex
-    packed: list[Share]
+    packed: list[PackJob]
 
     @property
     def num_bytes(self) -> int:
@@ -253,7 +253,7 @@ class Shares:
         return sum(stats[1:], stats[0])
 
 
-def _runs_of(share: Share, many: int) -> Iterator[tuple[int, torch.Tensor, slice]]:
+def _runs_of(share: PackJob, many: int) -> Iterator[tuple[int, torch.Tensor, slice]]:
     """Yield runs of at most `many` values of this rank's blocks: the first block, and the bytes of all of them in the
     shard, of which it may have some columns."""
     step = max(1, many // share.form.flat_block)
@@ -266,7 +266,7 @@ def _runs_of(share: Share, many: int) -> Iterator[tuple[int, torch.Tensor, slice
 class _Blocks:
     """Whole blocks that are packed at a time (`Work`)."""
 
-    share: Share
+    share: PackJob
     start: int
     """The first block."""
     memory: torch.Tensor
@@ -297,7 +297,7 @@ class _Blocks:
         self.memory.copy_(packed.view(count, -1)[:, self.columns])
 
 
-def _places_of(share: Share, first: int, values: torch.Tensor) -> Iterator[Place]:
+def _places_of(share: PackJob, first: int, values: torch.Tensor) -> Iterator[Place]:
     """Yield the boxes of a run of the flattened weight: the rest of a row, whole rows, the beginning of a row."""
     columns, at, stop = share.form.columns, first, first + len(values)
     while at < stop:

@@ -52,7 +52,7 @@ def with_tensor(value: Any, old: torch.Tensor | None, new: Any) -> Any:
     return value
 
 
-def reach_from_each(output: Any, weights: Sequence[torch.Tensor]) -> Any:
+def with_zero_grads_for_any_loss(output: Any, weights: Sequence[torch.Tensor]) -> Any:
     """An output of a model, of which every tensor that needs a gradient reaches the weights: a loss may be made of any.
 
     TRL's trainers take the log-probabilities next to a loss, others the logits.
@@ -88,7 +88,7 @@ class _ReachAll(torch.autograd.Function):
         return (*grads, *_zeros(ctx.likes))
 
 
-reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
+with_zero_grads: Callable[..., torch.Tensor] = _ReachAll.apply
 
 
 class _ReachFromEach(torch.autograd.Function):

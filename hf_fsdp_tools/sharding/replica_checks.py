@@ -15,7 +15,7 @@ IGNORED = -100
 """The label of a token that has no loss; source: torch, `CrossEntropyLoss.ignore_index`."""
 
 
-def compare_rows(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) -> None:
+def require_same_batch(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) -> None:
     """Refuse rows that differ between the ranks of a group, which must all call: one all-reduce of a few numbers."""
     values = tokens.detach().double().flatten()
     places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
@@ -34,13 +34,13 @@ def compare_rows(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) ->
 
 
 def compare_inputs(inputs: Iterable[object], group: dist.ProcessGroup, shared: str) -> None:
-    """Compare the first tensor of a model's inputs as `compare_rows` does."""
+    """Compare the first tensor of a model's inputs as `require_same_batch` does."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
     if tensors:
-        compare_rows(tensors[0], group, shared)
+        require_same_batch(tensors[0], group, shared)
 
 
-def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
+def sync_rng(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
     """Give torch's generators, of the CPU and of this rank's device, the states of the first rank of each mesh.
 
     Every rank must call; each mesh has one axis, along which some KB are broadcast.
@@ -53,7 +53,7 @@ def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
             generator.set_rng_state(state.cpu())
 
 
-def drifted(model: nn.Module, mesh: DeviceMesh | None) -> list[str]:
+def differing_weights(model: nn.Module, mesh: DeviceMesh | None) -> list[str]:
     """The weights that the ranks of a mesh each hold whole, next to their shards, and that differ between them.
 
     Every rank must call; two numbers for each such weight are reduced over the mesh.
