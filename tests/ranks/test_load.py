@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +35,6 @@ from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import (
     assert_same_model,
     full,
-    full_state,
     loaded,
     make_checkpoint,
     pickled_copy,
@@ -64,6 +63,10 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     dist.barrier()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     stored = CheckpointIndex.open(bf16).num_bytes
+    model = sharded_meta_model(kind, bf16, mesh=mesh)
+    with preadv(broken, rank=1):
+        said = refusal(lambda: load_weights(model, bf16), CheckpointError)
+    assert "failed on 1 of 4 ranks" in said and "rank 1: " in said
     for options in ({}, {"dtype": torch.float32, "staging_bytes": 2**20, "requests_in_flight": 1}):
         model = sharded_meta_model(kind, bf16, mesh=mesh)
         report = load_weights(model, bf16, **options)
@@ -73,35 +76,11 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
         assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
 
 
-def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp: Path) -> None:
-    """All ranks stop before a shard is broadcast, and loading again works."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
-    broken = Mock(side_effect=OSError(5, "Input/output error"))
-    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv):
-        said = refusal(lambda: load_weights(model, folders["llama"]), CheckpointError)
-    assert "failed on 1 of 4 ranks" in said and "rank 1: " in said
-    load_weights(model, folders["llama"])
-    assert_same_model(model, plain_model("llama", folders["llama"]))
-
-
 def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
     assert any(p.placements == (Shard(1),) for p in model.parameters())
     load_weights(model, folders[kind])
     assert_same_model(model, plain_model(kind, folders[kind]))
-
-
-def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
-    """Master weights."""
-    bf16 = tmp / "bf16"
-    if dist.get_rank() == 0:
-        make_checkpoint("mixtral", bf16, dtype=torch.bfloat16)
-    dist.barrier()
-    model = sharded_meta_model("mixtral", bf16)
-    report = load_weights(model, bf16, dtype=torch.float32)
-    assert_same_model(model, plain_model("mixtral", bf16, dtype=torch.float32))
-    assert report.dtypes == ("float32",) and report.staging_bytes > 0 and report.read_ratio == 1.0
 
 
 def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
@@ -110,13 +89,8 @@ def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -
     assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
 
 
-ALONE = (
-    over_two_axes_where_the_disk_of_one_rank_fails,
-    bf16_files_in_an_fp32_model,
-    fp32_files_in_an_offloaded_bf16_model,
-)
 OTHERWISE: dict[str, Callable[..., None]] = {
-    **{case.__name__: case for case in ALONE},
+    "offloaded": fp32_files_in_an_offloaded_bf16_model,
     "over two axes": partial(over_two_axes, "mixtral"),
     "along other dimensions": partial(along_other_dimensions, "mixtral"),
 }
@@ -152,7 +126,6 @@ def are_alike(two: list[Any], one: list[Any]) -> None:
     assert head.shape == (5, 48) and 0.01 < head.std() < 0.04  # the model's own initialisation has 0.02
     assert {key for key, *_ in mismatched.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert mismatched.mismatched_keys[0][1:] == ((131, 48), (77, 48))
-    assert "score.weight" in str(report) and "other shape" in str(mismatched)
     for _, other_head, _, other_embedding in (*two, *one):
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
@@ -237,8 +210,7 @@ def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path
         assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)
 
 
-KINDS = ("deepseek_v3",)
-MORE_KINDS = ("tied", "mixtral")
+KINDS = ("deepseek_v3", "tied")
 
 
 def saved_by_pickle(folders: dict[str, Path], root: Path) -> None:
@@ -265,8 +237,8 @@ LEGACY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_all(kinds: tuple[str, ...], folders: dict[str, Path], root: Path) -> None:
-    for kind in kinds:
+def save_all(folders: dict[str, Path], root: Path) -> None:
+    for kind in KINDS:
         model = loaded(kind, folders[kind])
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
         job = {"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}
@@ -277,18 +249,12 @@ def save_all(kinds: tuple[str, ...], folders: dict[str, Path], root: Path) -> No
     dcp.save(loaded("llama", folders["llama"]).state_dict(), checkpoint_id=root / "plain")
 
 
-def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
-    ratios = []
+def saved_by_dcp(folders: dict[str, Path], root: Path) -> None:
     for kind, source in [("llama", root / "plain"), *((job.name, job) for job in (root / "job").iterdir())]:
         model = sharded_meta_model(kind, folders[kind])
         report = load_weights(model, source)
         assert_same_model(model, plain_model(kind, folders[kind]), str(source))
-        assert not report.missing_keys and not report.unexpected_keys, str(report)
-        ratios.append(report.read_ratio)
-    return ratios
-
-
-def saved_in_columns(folders: dict[str, Path], root: Path) -> None:
+        assert not report.missing_keys and not report.unexpected_keys and report.read_ratio <= 1.01, str(report)
     model = sharded_meta_model("mixtral", folders["mixtral"], dtype=torch.bfloat16, shard_placement_fn=last_even_dim)
     report = load_weights(model, root / "columns", dtype=torch.float32)
     assert_same_model(model, plain_model("mixtral", folders["mixtral"]), "columns")
@@ -308,19 +274,14 @@ def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -
     assert full(headed.score.weight).std() > 0
 
 
-WAYS = (saved_by_dcp, saved_in_columns, into_the_base_model_and_another_head, saved_by_pickle)
+WAYS = (saved_by_dcp, into_the_base_model_and_another_head, saved_by_pickle)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "ways"), [(KINDS, WAYS), pytest.param(MORE_KINDS, WAYS[:1], marks=pytest.mark.nightly)]
-)
-def test_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Path, kinds, ways) -> None:
+def test_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Path) -> None:
     for name, options in LEGACY.items():
         pickled_copy(folders[name.split()[0]], tmp_path / "legacy" / name, **options)
-    run_ranks(save_all, 3, kinds, folders, tmp_path)
-    for results in run_ranks(run_cases, 2, ways, folders, tmp_path):
-        ratios = [ratio for some in results.values() for ratio in some or ()]
-        assert len(ratios) == 1 + len(kinds) and max(ratios) <= 1.01, ratios
+    run_ranks(save_all, 3, folders, tmp_path)
+    run_ranks(run_cases, 2, WAYS, folders, tmp_path)
 
 
 def sharded(folder: Path) -> PreTrainedModel:
@@ -380,8 +341,6 @@ def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
     kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
     assert is_untouched(model)
-    with pytest.raises(RuntimeError, match="materialized from meta device"):
-        model(torch.ones(1, 3, dtype=torch.long))  # FSDP2 does not recover from a pass that it refused
 
 
 def another_try(folder: Path) -> None:
@@ -396,21 +355,17 @@ def another_try(folder: Path) -> None:
     assert "on meta" in refusal(lambda: save_pretrained(model, folder.parent / "saved"))
     assert not list(folder.parent.glob("saved/*.safetensors"))
     load_weights(model, folder)
-    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
-    model(torch.ones(1, 3, dtype=torch.long))
     with preadv(broken, rank=1):
         message = refusal(lambda: load_weights(model, folder))
     assert "weights that had storage are partly overwritten, so they were filled with NaN" in message
     assert all(p.to_local().isnan().all() for p in model.parameters())
     load_weights(model, folder)
-    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+    assert_same_model(model, plain_model("llama", folder))
 
 
 def wait_for_storage(folder: Path) -> None:
     """Rank 1's storage does not answer in the middle of reading until it is named there; then loading goes on."""
     real_preadv, named = os.preadv, threading.Event()
-    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     last = sorted(folder.glob("*.safetensors"))[-1]
 
     def stuck(descriptor: int, *rest: Any) -> int:
@@ -429,7 +384,7 @@ def wait_for_storage(folder: Path) -> None:
     with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage, "warn", warn):
         load_weights(model, folder)
     assert named.is_set() == (dist.get_rank() == 1)
-    assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
+    assert_same_model(model, plain_model("llama", folder))
 
 
 def fail_under_fsdp1(folder: Path) -> None:

@@ -1,41 +1,32 @@
 """What users do in another order than most: each act gives what it gives on one plain model, at any moment."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hf_fsdp_tools import CheckpointError, ConfigError, ParallelDims, WrapPolicy, from_pretrained, save_pretrained
+from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained
+from hf_fsdp_tools.sharding import recompute
+from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import run_ranks
 from tests._checkpoints import KINDS, RELEASE, full, randomize, refusal, tiny_config
 from tests._dist import named, run_cases
-from tests._training import apart, full_gradients, full_parameters
+from tests._noted import calls_of
+from tests._training import apart, full_gradients
 
-KEPT = {"policy": WrapPolicy(reshard_after_forward={"*": False})}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "usual": {"mesh": ParallelDims()},
-    "kept": {"mesh": ParallelDims(), **KEPT},
-    "post-forward mesh": {"mesh": ParallelDims(), "policy": WrapPolicy(reshard_after_forward={"*": 2})},
+    "kept": {"mesh": ParallelDims(), "policy": WrapPolicy(reshard_after_forward={"*": False})},
     "rows": {"mesh": ParallelDims(cp_size=2)},
-    "layers": {"mesh": ParallelDims(tp_size=2)},
     "offload": {"mesh": ParallelDims(), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
-
-
-if RELEASE < (5, 21):  # which have no tensor parallelism
-    del LAYOUTS["layers"]
 
 
 def rows(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -61,60 +52,12 @@ def stepped(model: Any, optimizer: Any, seeds: range) -> list[float]:
     return losses
 
 
-# ---- an optimizer that is made late, and changes in place ----
-
-
 def whole_pass(model: Any) -> Any:
     return model(**rows()).loss
 
 
 def pass_of_the_base(model: Any) -> Any:
     return model.base_model(rows()["input_ids"]).last_hidden_state
-
-
-@torch.no_grad()
-def evaluation(model: Any) -> Any:
-    return model(**rows()).loss
-
-
-LOOKS: tuple[Callable[[Any], Any], ...] = (whole_pass, pass_of_the_base, evaluation)
-
-
-def an_optimizer_may_be_made_after_any_pass(folders: dict[str, Path]) -> None:
-    cases = [("llama", name, look) for name in LAYOUTS for look in LOOKS] + [("tied", "usual", look) for look in LOOKS]
-    for kind, name, look in cases:
-        if dist.get_world_size() == 1 and name in ("rows", "layers", "post-forward mesh"):
-            continue
-        model, plain = both(folders[kind], **LAYOUTS[name])
-        kept = look(model)  # what it returns, and with it the graph, lives on
-        assert dist.get_world_size() == 1 or all(isinstance(each, DTensor) for each in model.parameters())
-        found, expected = (
-            stepped(each, torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3), range(2)) for each in (model, plain)
-        )
-        assert found == pytest.approx(expected, rel=1e-5), (kind, name, look.__name__)
-        assert apart(full_parameters(model), full_parameters(plain)) < 2e-4, (kind, name, look.__name__)
-        del kept
-
-
-def what_is_changed_between_passes_is_computed_with(folders: dict[str, Path]) -> None:
-    for name in ("usual", "kept"):
-        model, plain = both(folders["llama"], **LAYOUTS[name])
-        for each in (model, plain):
-            whole_pass(each)
-            with torch.no_grad():
-                for parameter in each.parameters():
-                    parameter.mul_(0.9)
-            whole_pass(each)
-            for parameter in each.parameters():
-                parameter.data.mul_(0.9)
-            each.requires_grad_(False)
-            each.lm_head.requires_grad_(True)
-        assert whole_pass(model).item() == pytest.approx(whole_pass(plain).item(), rel=1e-5)
-        assert apart(full_parameters(model), full_parameters(plain)) < 1e-6
-        for each in (model, plain):
-            whole_pass(each).backward()
-        assert full_gradients(model).keys() == full_gradients(plain).keys() == {"lm_head.weight"}
-        assert apart(full_gradients(model), full_gradients(plain)) < 1e-5
 
 
 def a_head_is_read_between_passes(folders: dict[str, Path]) -> None:
@@ -167,52 +110,6 @@ def an_optimizer_of_gathered_copies_is_refused(folders: dict[str, Path]) -> None
     assert "1 of the 1 parameters of AdamW are gathered copies" in refusal(optimizer.step, ConfigError)
 
 
-# ---- one rank ----
-
-
-def after_a_pass_of_the_base_weights_are_what_they_were(folders: dict[str, Path]) -> None:
-    for kind in ("llama", "tied"):
-        for act in ACTS:
-            model, plain = both(folders[kind], mp_policy="bf16")
-            hidden = pass_of_the_base(model)
-            assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
-            assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in model.parameters())
-            act(model, folders)
-            act(plain, folders)
-            assert apart(full_parameters(model), full_parameters(plain)) == 0.0, act
-            assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-                n for n, p in plain.named_parameters() if p.requires_grad
-            }
-            whole_pass(model)
-            assert hidden.requires_grad
-
-
-@torch.no_grad()
-def halve(model: Any, folders: dict[str, Path]) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.5)
-
-
-def freeze(model: Any, folders: dict[str, Path]) -> None:
-    model.requires_grad_(False)
-
-
-def make_optimizer(model: Any, folders: dict[str, Path]) -> None:
-    torch.optim.AdamW(model.parameters())
-
-
-def save(model: Any, folders: dict[str, Path]) -> None:
-    save_pretrained(model, folders["out"])
-    saved = AutoModelForCausalLM.from_pretrained(folders["out"])
-    assert apart(full_parameters(saved), full_parameters(model)) == 0.0
-
-
-ACTS = (halve, freeze, make_optimizer, save)
-
-
-# ---- parameters that are frozen when the model is sharded ----
-
-
 class Scaled(nn.Module):
     """A head of which logits are scaled by a number, as CLIP's."""
 
@@ -229,8 +126,6 @@ class Scaled(nn.Module):
 
 
 def what_is_unfrozen_later_is_averaged(folders: dict[str, Path]) -> None:
-    from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-
     models = []
     for is_sharded in (True, False):
         model = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
@@ -247,23 +142,6 @@ def what_is_unfrozen_later_is_averaged(folders: dict[str, Path]) -> None:
     assert apart(full_gradients(models[0]), full_gradients(models[1])) < 1e-5, rank
 
 
-# ---- states, saves and doors ----
-
-
-def a_state_is_read_before_the_first_pass(folders: dict[str, Path]) -> None:
-    """As `torch.distributed.checkpoint` documents it: a fresh model and optimizer, and their state."""
-    for options in LAYOUTS["offload"], {**LAYOUTS["offload"], "mp_policy": "bf16"}, LAYOUTS["usual"]:
-        model, _ = both(folders["llama"], **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        stepped(model, optimizer, range(2))
-        state = tree_map_only(torch.Tensor, torch.clone, get_state_dict(model, optimizer))
-        again, _ = both(folders["llama"], **options)
-        fresh = torch.optim.AdamW(again.parameters(), lr=1e-2)
-        get_state_dict(again, fresh)
-        set_state_dict(again, fresh, model_state_dict=state[0], optim_state_dict=state[1])
-        assert stepped(again, fresh, range(2, 4)) == stepped(model, optimizer, range(2, 4))
-
-
 def gradients_of_others_may_be_asked_for(folders: dict[str, Path]) -> None:
     model, _ = both(folders["llama"])
     mesh = ParallelDims().build_mesh("cpu")
@@ -273,18 +151,6 @@ def gradients_of_others_may_be_asked_for(folders: dict[str, Path]) -> None:
     loss = whole_pass(model)
     said = refusal(lambda: torch.autograd.grad(loss, list(model.parameters())), ConfigError)
     assert said.startswith("Gradients are asked for by ")
-
-
-def a_save_that_wrote_too_little_is_an_error(folders: dict[str, Path]) -> None:
-    from tests.api import Layout
-
-    model, _ = both(folders["llama"])
-    with patch.object(Layout, "num_bytes", property(lambda self: 1)):
-        assert "of 1 bytes" in refusal(lambda: save_pretrained(model, folders["out"] / "short"), CheckpointError)
-    assert not (folders["out"] / "short" / "config.json").exists()
-
-
-# ---- ranks that share rows or layers ----
 
 
 def hidden_states_are_those_of_whole_rows(folders: dict[str, Path]) -> None:
@@ -298,30 +164,14 @@ def hidden_states_are_those_of_whole_rows(folders: dict[str, Path]) -> None:
 
 
 def inputs_of_blocks_of_parts_of_rows_are_offloaded(folders: dict[str, Path]) -> None:
-    from hf_fsdp_tools.sharding import recompute
-
     recomputed = {"activation_checkpointing": {"offload": True}}
-    with kept_on_host(recompute) as kept:
+    with calls_of(recompute._PlainLink, "keep", lambda result, *_: result[0].numel()) as kept:
         model, plain = both(folders["llama"], **LAYOUTS["rows"], **recomputed)
         for each in (model, plain):
             whole_pass(each).backward()
     assert len(kept) == model.config.num_hidden_layers
-    assert sorted(each.shape[1] for each in kept)[:-1] == [6] * (len(kept) - 1)  # of 12 words
+    assert sorted(kept)[:-1] == [2 * 6 * model.config.hidden_size] * (len(kept) - 1)  # of two rows of 12 words
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-5
-
-
-@contextmanager
-def kept_on_host(recompute: Any) -> Iterator[list[torch.Tensor]]:
-    """The hidden states that go to host memory meanwhile."""
-    kept: list[torch.Tensor] = []
-    make = recompute._Kept.__init__
-
-    def noted(self: Any, tensor: torch.Tensor, *args: Any) -> None:
-        kept.append(tensor)
-        make(self, tensor, *args)
-
-    with patch.object(recompute._Kept, "__init__", noted):
-        yield kept
 
 
 def a_copy_of_the_head_is_trained(folders: dict[str, Path]) -> None:
@@ -329,7 +179,7 @@ def a_copy_of_the_head_is_trained(folders: dict[str, Path]) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights="gaussian")
     for kind in ("llama", "mixtral"):
         torch.manual_seed(0)
-        model = from_pretrained(folders[kind], **LAYOUTS["layers"], peft_config=config).train()
+        model = from_pretrained(folders[kind], mesh=ParallelDims(tp_size=2), peft_config=config).train()
         plain = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[kind]), config).train()
         for each in (model, plain):
             each(**rows()).loss.backward()
@@ -338,34 +188,20 @@ def a_copy_of_the_head_is_trained(folders: dict[str, Path]) -> None:
         assert (found - expected).abs().max() < 1e-5, kind
 
 
-def dora_is_refused_by_name(folders: dict[str, Path]) -> None:
-    config = LoraConfig(target_modules=["q_proj"], use_dora=True)
-    said = refusal(lambda: from_pretrained(folders["llama"], **LAYOUTS["layers"], peft_config=config), ConfigError)
-    assert said.startswith("DoRA takes norms over whole rows of the base, which ranks share here")
-
-
 ONE = named(
     a_head_is_read_while_another_loss_waits,
-    an_optimizer_may_be_made_after_any_pass,
-    what_is_changed_between_passes_is_computed_with,
     a_head_is_read_between_passes,
-    after_a_pass_of_the_base_weights_are_what_they_were,
-    a_state_is_read_before_the_first_pass,
     what_is_unfrozen_later_is_averaged,
 )
 TWO = named(
     base_and_head_may_be_called_apart,
-    an_optimizer_may_be_made_after_any_pass,
-    what_is_changed_between_passes_is_computed_with,
     a_head_is_read_between_passes,
     an_optimizer_of_gathered_copies_is_refused,
     what_is_unfrozen_later_is_averaged,
-    a_state_is_read_before_the_first_pass,
     gradients_of_others_may_be_asked_for,
-    a_save_that_wrote_too_little_is_an_error,
     hidden_states_are_those_of_whole_rows,
     inputs_of_blocks_of_parts_of_rows_are_offloaded,
-    *([a_copy_of_the_head_is_trained, dora_is_refused_by_name] if "layers" in LAYOUTS else []),
+    *([a_copy_of_the_head_is_trained] if RELEASE >= (5, 21) else []),  # older ones have no tensor parallelism
 )
 
 
@@ -411,10 +247,6 @@ def use_caches(kind: str) -> tuple[list[bool], int]:
         nonlocal calls
         calls += 1
         return graph.forward
-
-    from transformers import AutoModelForImageTextToText
-
-    from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 
     model: Any = KINDS[kind]() if kind in KINDS else AutoModelForImageTextToText.from_config(tiny_config(kind))
     model = shard_model(model, make_wrap_plan(model), compile={"backend": backend}).train()
