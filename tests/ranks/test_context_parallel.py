@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from peft import LoraConfig
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -19,15 +18,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.extensions import context_parallel
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
-from tests._rounding import assert_within
-from tests._training import ShardedTrainer, full_gradients, train
+from tests._training import ShardedTrainer
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -101,7 +99,7 @@ def sharded_copy(kind: str, dims: ParallelDims, **options: Any) -> Any:
 
 
 def rows_are_shared(kind, rows, dims, **options):
-    """Loss and gradients; evaluation, and outputs without labels, of what is not compiled."""
+    """Loss and gradients; evaluation, and outputs without labels."""
     replicas = dist.get_world_size() // dims.cp_size
     own = dist.get_rank() // dims.cp_size
     model = sharded_copy(kind, dims, **options).train()
@@ -116,34 +114,11 @@ def rows_are_shared(kind, rows, dims, **options):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name in expected:
             torch.testing.assert_close(full(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    if "compile" in options:
-        return
     with torch.no_grad():
         batch = rows_of(rows, own)
         torch.testing.assert_close(model.eval()(**batch).loss, one.eval()(**batch, use_cache=False).loss)
         del batch["labels"]
         torch.testing.assert_close(model(**batch).logits, one(**batch, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-
-
-def bf16_and_adapters(kind, layers):
-    """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
-    rows = rows_of("packed", 0) | {"use_cache": False}
-
-    def model_of(size):
-        torch.manual_seed(0)
-        model = sharded_copy(kind, ParallelDims(cp_size=size), mp_policy="bf16")
-        return add_adapter(model, LoraConfig(target_modules=layers, init_lora_weights=False), seed=0).train()
-
-    def passed(model):
-        model.zero_grad()
-        loss = model(**rows).loss
-        loss.backward()
-        return {"loss": loss.item(), **full_gradients(model)}
-
-    model, alone = model_of(2), model_of(1)
-    assert_within(passed(model), partial(passed, alone))
-    losses = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), [rows] * 3)
-    assert losses[2] < losses[0] - 0.01
 
 
 def packed_recurrences_keep_documents_apart():
@@ -189,20 +164,6 @@ def _own(kwargs):
     return {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq", "max_length", "seq_idx"))}
 
 
-def generation_takes_whole_rows():
-    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
-    ids = rows_of("whole", 0)["input_ids"]
-    expected = plain("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
-
-
-def saved_files_do_not_know_of_it(folder):
-    save_pretrained(sharded_copy("llama", ParallelDims(cp_size=2)), folder / "shared")
-    save_pretrained(sharded_copy("llama", ParallelDims()), folder / "alone")
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / "shared" / name).read_bytes() == (folder / "alone" / name).read_bytes(), name
-
-
 def a_leak_would_be_seen():
     """A document of a packed row does not move when another one changes; all ranks see the last token of rank 0."""
     model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
@@ -231,15 +192,6 @@ def bytes_follow_the_formula():
     assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
 
 
-def whole_rows_cost_what_is_said():
-    """A reader without known functions gathers its inputs, and sends its gradients back; nothing else is gathered."""
-    model = sharded_copy("bloom", ParallelDims(cp_size=2))
-    with calls_of(context_parallel.Rows, "whole", lambda _, rows, tensor, dim: tensor.numel()) as sent:
-        model(**rows_of("whole", 0)).loss.backward()
-    tokens = 2 * -(-LENGTH // 2)
-    assert sum(sent) == model.config.num_hidden_layers * 2 * tokens * model.config.hidden_size  # states, and a residual
-
-
 def what_cannot_share_rows_is_refused():
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
     next_words = AutoModelForCausalLM
@@ -252,6 +204,9 @@ def what_cannot_share_rows_is_refused():
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    with pytest.raises(ConfigError, match="have different rows"):
+        model(**rows_of("whole", dist.get_rank()))
 
 
 def memory_falls_with_the_ranks():
@@ -310,12 +265,6 @@ def metrics_are_those_of_one_process(folder):
     assert found["eval_loss"] == pytest.approx(float(sum(each.loss for each in outputs) / 5), rel=1e-6)
 
 
-def different_rows_are_one_error():
-    model = sharded_copy("llama", ParallelDims(cp_size=2))
-    with pytest.raises(ConfigError, match="have different rows"):
-        model(**rows_of("whole", dist.get_rank()))
-
-
 LAYOUTS = [ParallelDims(cp_size=2), ParallelDims(cp_size=4), ParallelDims(cp_size=2, dp_replicate_size=2)]
 
 
@@ -324,7 +273,8 @@ ROWS = ["whole", "packed", "padded"]
 
 def few(kinds, rows, layouts, are_recomputed):
     """Every kind of rows with full causal attention; of other attention those that have a mask of their own."""
-    others = in_turn(["gpt_oss", "deepseek_v3", "three heads"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others = in_turn(["gpt_oss", "deepseek_v3"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others.append(("three heads", "whole", layouts[0], False))  # for which the mask of a part is made
     others += in_turn([kind for kind in kinds if kind in READERS], rows, layouts[:1], are_recomputed)
     return [
         *in_turn(kinds[:1], rows, layouts[:1], are_recomputed),
@@ -348,48 +298,12 @@ def test_a_trainer_counts_each_shared_row_once(tmp_path):
     run_ranks(metrics, 4, str(tmp_path))
 
 
-def steps(folder: str, cp_size: int, first: int) -> list[float]:
-    """Losses from a step on to the second; a state is saved after step 0, and step 1 goes on from it."""
-    shared = ParallelismConfig(cp_size=cp_size) if cp_size > 1 else None
-    accelerator = make_accelerator(cpu=True, parallelism_config=shared)
-    model = from_pretrained(f"{folder}/checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    if first:
-        accelerator.load_state(f"{folder}/state")
-    losses = []
-    for step in range(first, 2):
-        losses += train(model, optimizer, [rows_of("packed", step)], accelerator=accelerator)
-        if not step:
-            accelerator.save_state(f"{folder}/state")
-    return losses
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
-def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
-    plain("llama").save_pretrained(tmp_path / "checkpoint")
-    whole = run_ranks(steps, before, str(tmp_path), before, 0)
-    resumed = run_ranks(steps, after, str(tmp_path), after, 1)
-    assert all(losses == whole[0] for losses in whole) and all(losses == resumed[0] for losses in resumed)
-    assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
-
-
-def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
+def test_what_else_is_done_with_a_model_whose_rows_are_shared():
     cases = {
-        "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
-        "those of a recurrence": partial(bf16_and_adapters, "qwen3_next", ["in_proj_qkvz", "out_proj"]),
         "packed recurrences": packed_recurrences_keep_documents_apart,
-        "generation": generation_takes_whole_rows,
-        "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
         "leaks": a_leak_would_be_seen,
         "bytes": bytes_follow_the_formula,
-        "bytes of whole rows": whole_rows_cost_what_is_said,
         "refusals": what_cannot_share_rows_is_refused,
-        "different rows": different_rows_are_one_error,
         "memory": memory_falls_with_the_ranks,
     }
     run_ranks(run_cases, 2, cases)
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_share_rows():
-    run_ranks(partial(rows_are_shared, "llama", "packed", LAYOUTS[0], compile="aot_eager"), 2)

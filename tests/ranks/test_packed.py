@@ -121,6 +121,12 @@ def test_uneven_shards_give_the_same(checkpoints, ranks):
     run_ranks(partial(parities, [(kind, "mixed") for kind in SAMPLE]), ranks, checkpoints)
 
 
+def compiled(folder: Path, tmp: Path) -> None:
+    """Compiled blocks compute the same up to rounding."""
+    found = one_pass(loaded("fp8", folder, dequantize=False, compile={"backend": "aot_eager"}))
+    torch.testing.assert_close(found, one_pass(loaded("fp8", folder, dequantize=True)))
+
+
 def one_kernel_for_a_matrix(folder: Path, tmp: Path) -> None:
     """The function that GPUs compile gives the values of the operators, to the last bit; here a CPU compiles it."""
     by_operators = PackedForm._floats
@@ -347,7 +353,7 @@ CASES = named(
 )  # fmt: skip
 CASES |= {"bytes": partial(bytes_of_a_unit, SAVED[2:3]), "saved": partial(saved_as_stored, SAVED[1:3])}
 CASES |= {"rows": partial(beside_the_base, "fp8", NEW_ROWS), "prompts": partial(beside_the_base, "fp8", PROMPT)}
-RARE = named(one_kernel_for_a_matrix)
+RARE = named(compiled, one_kernel_for_a_matrix)
 RARE["saved"] = partial(saved_as_stored, [*(kind for kind in KINDS if kind not in SAVED[1:3]), "mxfp4"])
 RARE["bytes"] = partial(bytes_of_a_unit, ["fp8 of 128 x 128", "gptq experts"])
 RARE |= {"words": partial(beside_the_base, "compressed int4", NEW_WORDS)}

@@ -106,6 +106,9 @@ def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **set
     return logged(trainer)
 
 
+ADAPTED = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
+
+
 @pytest.fixture(scope="module")
 def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
     torch.manual_seed(0)
@@ -119,6 +122,8 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
 
 ROUTES = ("plain", "sharded", "shared rows")
 FAST = ("sft, shared rows", "dpo, sharded", "reward, sharded")  # and a plain one below: `given_plain`
+ADAPTED_FAST = {"sft, adapted": "sharded", "sft, adapted by prepare": "plain"}
+"""TRL adds the adapter, to shards or to a plain model."""
 SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
 
 
@@ -128,7 +133,7 @@ def _routes(task: str) -> tuple[str, ...]:
     return ROUTES if is_shared else ROUTES[:2]
 
 
-def _one_trainer(task, route, sources, folder):
+def _one_trainer(task, route, sources, folder, extra=None):
     kind, settings, accelerator = SOURCES[task], {}, None
     if route == "shared rows":  # both ranks have the batch of one process
         shared = ParallelismConfig(cp_size=2)
@@ -137,7 +142,7 @@ def _one_trainer(task, route, sources, folder):
     elif route == "sharded":
         accelerator = _accelerator()
     model = _model(task, sources[kind], accelerator)
-    trainer = _trainer(task, model, folder / task / route, mixed=True, **settings)
+    trainer = _trainer(task, model, folder / task / route, mixed=True, extra=extra, **settings)
     trainer.train()
     plan = sharding_of(trainer.model).plan
     assert num_units(trainer.model) == len(plan.units) > 2
@@ -180,19 +185,20 @@ def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tm
     others = {task for task, _ in pairs} - {"dpo"}
     expected = {task: _one_process(task, checkpoints[SOURCES[task]], tmp_path / task) for task in others}
     expected["dpo"] = dpo_alone
-    more = {"counted": tokens_are_counted_once} if fast else {"bf16": partial(_in_bf16, True)}
+    more: dict[str, Any] = {"counted": tokens_are_counted_once} if fast else {"bf16": partial(_in_bf16, True)}
+    for name, route in ADAPTED_FAST.items() if fast else ():
+        more[name] = partial(_one_trainer, "sft", route, extra=ADAPTED)
+        expected[name] = _one_process("sft", checkpoints[SOURCES["sft"]], tmp_path / name, ADAPTED)
     found = run_ranks(run_cases, 2, cases | more, checkpoints, tmp_path)
     for rank in found:
-        for task, route in pairs:
+        for name in rank.keys() - {"counted", "bf16"}:
+            task = name if name in expected else name.split(",")[0]
             assert len(expected[task]) == STEPS
-            close(rank[f"{task}, {route}"], expected[task], msg=f"{task}, {route}")
+            close(rank[name], expected[task], msg=name)
     if not fast:
         alone = with_rounding(partial(_in_bf16, False, checkpoints, tmp_path, per_device_train_batch_size=4))
         for rank in found:
             assert_near(rank["bf16"], *alone)
-
-
-# ---- reference models ----
 
 
 def _short_run(folder, model, extra=None, **settings):
@@ -234,21 +240,6 @@ def synced(sources, folder):
     return logged(trainer)
 
 
-ADAPTED = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
-
-
-def adapter_off_precomputed(sources, folder):
-    torch.manual_seed(0)
-    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = _short_run(
-        folder,
-        _model("dpo", sources["tied"], _accelerator()),
-        ADAPTED,
-        **rows,
-    )
-    return logged(trainer)
-
-
 def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
     model = _model("dpo", sources["tied"], _accelerator())
@@ -270,21 +261,6 @@ def test_reference_models_given_loaded_synced_or_precomputed(sources, dpo_alone,
         for name in ("given plain", "precomputed by shards"):
             close(losses[name], dpo_alone)
         assert losses["synced"][0] == pytest.approx(dpo_alone[0]) and losses["synced"][1] != pytest.approx(dpo_alone[1])
-
-
-@pytest.mark.nightly
-def test_reference_values_are_precomputed_with_the_adapter_off(sources, checkpoints, tmp_path):
-    results = run_ranks(adapter_off_precomputed, 2, sources, tmp_path)
-    torch.manual_seed(0)
-    expected = _one_process(
-        "dpo",
-        checkpoints["tied"],
-        tmp_path / "lora",
-        ADAPTED,
-        max_steps=2,
-    )
-    for losses in results:
-        close(losses, expected)
 
 
 class Distiller(FSDPTrainerMixin, Trainer):
@@ -322,13 +298,6 @@ def _rank_0_reads(sources, folder):
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}, "no masters for what is not trained"
     trainer.teacher_model = trainer.model
     assert any(p.requires_grad for p in trainer.model.parameters()), "the trained model as its teacher is not frozen"
-    trainer.ref_model = None
-    del trainer.teacher_model
-    with pytest.raises(AttributeError, match="teacher_model"):
-        _ = trainer.teacher_model
-
-
-# ---- GRPO: generation on shards ----
 
 
 def _scored_by_a_model(sources, folder):
