@@ -37,10 +37,10 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.fixture(scope="module")
 def checkpoints(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those of all tests, and one whose words and heads two ranks can share."""
+    """Those of all tests, and one whose words, heads, and fused gates in two ranges, two ranks can share."""
     folder = tmp_path_factory.mktemp("divisible")
     torch.manual_seed(0)
-    randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(folder)
+    randomize(AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", 2))).save_pretrained(folder)
     return {**folders, "divisible": folder}
 
 
@@ -87,13 +87,11 @@ def by_torch(folder: Path, dtype: Any = None, **options: Any) -> dict[str, torch
 
 TORCHS_RATE = {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
-    "sharded": (2, "llama", {}, {}),
     "bf16": (2, "llama", {"dtype": torch.bfloat16}, {}),
     "experts": (2, "mixtral", {}, {"bucket_bytes": 10_000}),
     "transposed, at torch's rate": (2, "gpt2", {}, TORCHS_RATE),
     "whole": (2, "llama", {"policy": WrapPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
     "uneven": (3, "deepseek_v3", {}, {"bucket_bytes": 5_000}),
-    "empty": (3, "tied", {}, {}),
     "replicas": (4, "mixtral", {"mesh": ParallelDims(dp_replicate_size=2, dp_shard_size=2)}, {}),
     "layers": (4, "divisible", {"mesh": ParallelDims(tp_size=2, dp_shard_size=2)}, {}),
     "experts on ranks": (4, "mixtral", {"mesh": ParallelDims(ep_size=2)}, {}),
@@ -130,7 +128,6 @@ TIMES = {"replicas": 2}
 """How often each shard is there, and so an update goes out."""
 
 
-RARE = ("sharded", "empty")
 NAMES = {ranks: [name for name, layout in LAYOUTS.items() if layout[0] == ranks] for ranks in (2, 3, 4)}
 
 
@@ -152,8 +149,6 @@ def steps_are_torchs_on_whole_matrices(ranks: int, results: list[dict[str, Any]]
         assert said["experts"]["buckets"] > 1, "the exchange of one bucket overlaps with another"
         assert "24 of them whole on their rank" in said["experts"]["text"]
         assert "AdamW  routers" in said["experts"]["text"]
-        by_element = by_torch(checkpoints["llama"], lr=0.0, adamw_lr=0.0)
-        assert apart(said["whole"]["parameters"], by_element) > 1e-2, "the steps do something"
 
 
 # ---- saved, resumed, in a Trainer, refused ----
@@ -212,14 +207,6 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         Muon(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
         Muon(model, adjust_lr_fn="other")
-    set_gradients(plain, 0)
-    before = plain.model.layers[0].self_attn.q_proj.weight.detach().clone()
-    Muon(plain, lr=0.1).step()  # whole on each rank, which steps by itself
-    assert not torch.equal(plain.model.layers[0].self_attn.q_proj.weight, before)
-    muon = Muon(model)
-    for count in range(1, 11):
-        muon.ownership(list(muon._pieces)[:count])
-    assert len(muon._planned) == 8, "plans of sets that come once are not kept for ever"
     for given, settings, said in (
         (model, {"optim_args": "momentun=0.9"}, "'momentun' is no option of Muon: did you mean momentum"),
         (plain, {"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "optim 'muon' needs fsdp_version 2"),
@@ -315,7 +302,7 @@ RARE_OTHERS = ("AdamW8bit", "AdamW4bit", "schedulefree")
 
 
 def test_steps_and_states_on_two_and_three_ranks(checkpoints, tmp_path):
-    cases = {name: partial(stepped, name) for name in NAMES[2] if name not in RARE}
+    cases = {name: partial(stepped, name) for name in NAMES[2]}
     cases |= {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
     two = run_ranks(run_cases, 2, cases | {"resumed": partial(resumed, OTHERS)}, checkpoints, tmp_path)
     three = run_ranks(
@@ -331,14 +318,10 @@ def test_steps_and_states_on_two_and_three_ranks(checkpoints, tmp_path):
         assert apart(rank["on"], two[0]["loop"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"), [(4, NAMES[4]), *(pytest.param(LAYOUTS[n][0], [n], marks=pytest.mark.nightly) for n in RARE)]
-)
-def test_steps_on_other_layouts(ranks, names, checkpoints, tmp_path):
-    if ranks == 4:
-        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
-    results = run_ranks(run_cases, ranks, {name: partial(stepped, name) for name in names}, checkpoints, tmp_path)
-    steps_are_torchs_on_whole_matrices(ranks, results, checkpoints)
+def test_steps_on_other_layouts(checkpoints, tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
+    results = run_ranks(run_cases, 4, {name: partial(stepped, name) for name in NAMES[4]}, checkpoints, tmp_path)
+    steps_are_torchs_on_whole_matrices(4, results, checkpoints)
 
 
 @pytest.mark.nightly
@@ -348,6 +331,6 @@ def test_optimizers_of_other_libraries(checkpoints, tmp_path):
 
 
 def test_optimizers_of_others_that_cannot_step_shards_are_refused():
-    for library in ("pytorch_optimizer.optimizer.soap", "pytorch_optimizer.optimizer.shampoo", "galore_torch.adamw"):
+    for library in ("pytorch_optimizer.optimizer.soap", "galore_torch.adamw"):
         with pytest.raises(ConfigError, match="cannot step sharded parameters"):
             check_kind(type("Own", (torch.optim.Optimizer,), {"__module__": library}))
