@@ -18,7 +18,6 @@ from transformers.modeling_layers import MtpModel
 
 from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.saving import save
-from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import (
     QUANTIZED,
     add_heads,
@@ -32,7 +31,7 @@ from tests._checkpoints import (
 from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.api import all_ranks, note_of, show_bytes
+from tests.api import all_ranks, note_of
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
 SIZE = "60KB"
@@ -96,7 +95,6 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
     heads = heads_of(folders[kind])
     assert set(report.carried_keys) == heads.keys() and not report.unexpected_keys
     assert report.carried_bytes == sum(tensor.nbytes for tensor in heads.values())
-    assert f"{len(heads)} tensors, {show_bytes(report.carried_bytes)}, for saves to copy" in str(report)
     sizes = calls_of(save, "read_into", lambda _, places, *__: [memory.nbytes for memory, _, _ in places])
     with patch.object(save, "_SLAB_BYTES", 2048), sizes as calls:
         save_pretrained(model, tmp / kind, max_shard_size=SIZE)
@@ -137,22 +135,18 @@ def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
         assert theirs and all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
 
 
-def a_trainers_checkpoint(blocking: bool, steps: int, folders: dict[str, Path], tmp: Path) -> None:
-    source, run = folders["glm4_moe"], tmp / f"run {blocking}"
-    args = arguments(run, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=1)
-    trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=make_rows(4))
-    trainer.fsdp_settings.blocking = blocking
-    trainer.train(resume_from_checkpoint=steps == 2)
-    assert_carried(run / f"checkpoint-{steps}", source)
-
-
 def a_trainers_checkpoints(folders: dict[str, Path], tmp: Path) -> None:
     """In the folder that a run goes on from, too, which the run deletes; exported by each number of ranks."""
+    source, run = folders["glm4_moe"], tmp / "run"
     for steps in (1, 2):
-        a_trainers_checkpoint(False, steps, folders, tmp)
-    assert not (tmp / "run False" / "checkpoint-1").exists()
-    export_checkpoint(tmp / "run False" / "checkpoint-2", tmp / "exported", max_shard_size=SIZE)
-    assert_carried(tmp / "exported", folders["glm4_moe"])
+        args = arguments(run, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=1)
+        trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=make_rows(4))
+        trainer.fsdp_settings.blocking = steps == 1
+        trainer.train(resume_from_checkpoint=steps == 2)
+        assert_carried(run / f"checkpoint-{steps}", source)
+    assert not (run / "checkpoint-1").exists()
+    export_checkpoint(run / "checkpoint-2", tmp / "exported", max_shard_size=SIZE)
+    assert_carried(tmp / "exported", source)
 
 
 def merged(folders: dict[str, Path], tmp: Path) -> None:
@@ -169,8 +163,6 @@ def merged(folders: dict[str, Path], tmp: Path) -> None:
 
 def left_out(folders: dict[str, Path], tmp: Path) -> None:
     source = folders["deepseek_v3"]
-    told = "Heads are left out, so that saves hold none, which config.json promises: num_nextn_predict_layers = 1. "
-    told += "Servers may refuse that."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, report = from_pretrained(source, carry_heads=False, output_loading_info=True)
@@ -178,8 +170,8 @@ def left_out(folders: dict[str, Path], tmp: Path) -> None:
         export_checkpoint(source, tmp / "exported without", carry_heads=False)
     here = [warning for warning in caught if "Heads" in str(warning.message)]
     assert len(here) == (2 if dist.get_rank() == 0 else 0), here
-    assert all(str(warning.message) == told for warning in here), here
-    assert not report.carried_keys and "carried" not in str(report)
+    assert all("saves hold none, which config.json promises" in str(warning.message) for warning in here), here
+    assert not report.carried_keys
     for name in ("without", "exported without"):
         assert not heads_of(tmp / name) and len(stored_tensors(tmp / name)) > 20
 
@@ -247,7 +239,6 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
             assert tensor.dtype == dtype and 0 < apart < (0.2 if "experts" in key else 0.05), (key, apart)
     export_checkpoint(source, tmp / "plain", dtype=torch.float32)
     assert_same_tensors(heads_of(tmp / "plain"), heads_of(tmp / "torch.float32"))
-    load_weights(from_pretrained(tmp / "plain"), tmp / "plain", strict=True)
     torch.manual_seed(0)
     lora = LoraConfig(target_modules=["q_a_proj"], target_parameters=EXPERTS, init_lora_weights=False)
     save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of fp8")
@@ -275,8 +266,7 @@ NAMED = {"saved": SAVED.pop("deepseek_v3")} | named(*CASES)
 
 @pytest.mark.nightly
 def test_heads_of_other_kinds_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    others = {"blocking": partial(a_trainers_checkpoint, True, 1), "drafts": drafts_of_transformers}
-    run_ranks(run_cases, 2, SAVED | others, folders, tmp_path)
+    run_ranks(run_cases, 2, SAVED | {"drafts": drafts_of_transformers}, folders, tmp_path)
 
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tests._training import (
     arguments,
     batches_of,
     full_gradients,
-    full_parameters,
     logged,
     make_rows,
 )
@@ -76,40 +75,16 @@ def an_optimizer_of_ones_own_is_taken(folder: Path) -> list[list[float]]:
     model = sharded(folder)
     with pytest.raises(ConfigError, match=r"21 of the 21 parameters of \w+ belong to no prepared model"):
         trained(ShardedTrainer, model, folder, own_optimizer(plain_model(folder)))
-    with pytest.raises(RuntimeError, match="model_init"):
-        ShardedTrainer(
-            model_init=partial(plain_model, folder), args=arguments(folder / "out"), optimizers=own_optimizer(model)
-        )
     return found
 
 
 def groups_are_parted_for_a_step_only(folder: Path) -> None:
-    results = []
-    for settings in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-        accelerator = make_accelerator(cpu=True)
-        model: Any = from_pretrained(folder, accelerator=accelerator, policy=WHOLE)
-        made, schedule = own_optimizer(model)
-        for group in made.param_groups:
-            group.update(settings)
-        keys = [list(group["params"]) for group in made.param_groups]
-        model, optimizer, schedule = accelerator.prepare(model, made, schedule)
-        accelerator.prepare(optimizer)
-        for batch in batches_of(ROWS[:6], 2):
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        held = [list(group["params"]) for group in made.param_groups]
-        assert [[id(p) for p in group] for group in held] == [[id(p) for p in group] for group in keys]
-        assert [group["lr"] for group in made.param_groups] == [3e-2 / 8, 1e-2 / 8], "Accelerate steps for each rank"
-        assert len(made.state) == 21 and made.state_dict()["param_groups"][0]["params"] == list(range(5))
-        results.append(full_parameters(model))
-    assert apart(results[1], results[0]) < 1e-7 and apart(results[2], results[0]) < 1e-6
-
-
-def values_of_gradients_are_clipped(folder: Path) -> None:
     accelerator = make_accelerator(cpu=True)
-    model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator, policy=WHOLE))
+    model: Any = from_pretrained(folder, accelerator=accelerator, policy=WHOLE)
+    made, schedule = own_optimizer(model)
+    keys = [list(map(id, group["params"])) for group in made.param_groups]
+    model, optimizer, schedule = accelerator.prepare(model, made, schedule)
+    accelerator.prepare(optimizer)
     plain = plain_model(folder)
     batch = batches_of(ROWS[:2], 2)[0]
     for each in (model, plain):
@@ -117,13 +92,19 @@ def values_of_gradients_are_clipped(folder: Path) -> None:
     accelerator.clip_grad_value_(model.parameters(), 1e-3)
     torch.nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-7
-    accelerator.clip_grad_value_(model.model.norm.weight, 1e-4)
-    assert full(model.model.norm.weight.grad).abs().max() == pytest.approx(1e-4)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    assert [list(map(id, group["params"])) for group in made.param_groups] == keys
+    assert [group["lr"] for group in made.param_groups] == [3e-2 / 8, 1e-2 / 8], "Accelerate steps for each rank"
+    assert len(made.state) == 21 and made.state_dict()["param_groups"][0]["params"] == list(range(5))
 
 
 def optimizers_that_cannot_step_shards_are_refused(folder: Path) -> None:
     accelerator = make_accelerator(cpu=True)
     model = from_pretrained(folder, accelerator=accelerator)
+    with pytest.raises(ConfigError, match=r"by its own rules.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        Trainer(model=model, args=arguments(folder / "out"), train_dataset=ROWS).train()
     with pytest.raises(ConfigError, match=r"Rprop of torch\.optim\.rprop cannot step sharded.*AdamW"):
         accelerator.prepare(model, torch.optim.Rprop(model.parameters()))
     with pytest.raises(ConfigError, match=r"\(fused=True\) cannot step sharded.*Leave fused out"):
@@ -159,7 +140,6 @@ OPTIMIZERS = (
     hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called,
     an_optimizer_of_ones_own_is_taken,
     groups_are_parted_for_a_step_only,
-    values_of_gradients_are_clipped,
     optimizers_that_cannot_step_shards_are_refused,
 )
 
@@ -208,13 +188,6 @@ def a_batch_size_is_found_where_memory_ends(folder: Path) -> list[list[float]]:
     return [trained(kind, make(folder), folder, **settings) for kind, make in makes]
 
 
-def a_forgotten_mixin_is_named(folder: Path) -> None:
-    args = arguments(folder / "out")
-    trainer = Trainer(model=sharded(folder), args=args, train_dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"by its own rules.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
-        trainer.train()
-
-
 def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:
     """transformers puts hooks on a model that it spreads; they would move inputs away from this rank's device."""
     model = dispatch_model(plain_model(folder), {"": "cpu"}, force_hooks=True)
@@ -237,13 +210,9 @@ def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]
     )
     with said:
         trainer: Any = ShardedTrainer(model=plain_model(folder), args=args, train_dataset=ROWS, eval_dataset=ROWS[:8])
-    assert os.environ["FSDP_SYNC_MODULE_STATES"] == "true"
     trainer.train()
     assert isinstance(trainer.model_wrapped, FullyShardedDataParallel)
     losses = [*logged(trainer), trainer.evaluate()["eval_loss"]]
-    trainer.save_model()
-    dist.barrier()
-    assert (folder / "fsdp1" / "model.safetensors").is_file()
     with pytest.raises(ConfigError, match=r"optimizers=\(…\) needs FSDP2"):
         model = plain_model(folder)
         ShardedTrainer(model=model, args=args, train_dataset=ROWS, optimizers=own_optimizer(model))
@@ -252,7 +221,6 @@ def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]
 
 HOSTS = (
     a_batch_size_is_found_where_memory_ends,
-    a_forgotten_mixin_is_named,
     a_device_map_of_a_plain_model_is_forgotten,
     fsdp1_trains_on_cpus_by_the_launchers_variables,
 )
