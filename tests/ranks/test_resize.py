@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,8 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
-from tests._noted import calls_of
 from tests._training import train
-from tests.api import Rounds, load_weights_fsdp1, sharding_of, wrap_fsdp1
-
-KINDS = ("llama", "tied", "bert", "t5")
-SIZES = (140, 132, 77)
-"""Of 131 tokens: a few more, fewer more than there are ranks, and less."""
+from tests.api import load_weights_fsdp1, sharding_of, wrap_fsdp1
 
 
 def loaded_model(kind: str, folders: dict[str, Path], **sharding: Any) -> PreTrainedModel:
@@ -90,9 +84,7 @@ def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: 
     loaded = build_meta_model(folders[kind], auto_class=type(make_model(kind)))
     loaded.resize_token_embeddings(size, mean_resizing=False)
     fully_shard(loaded)
-    with calls_of(Rounds, "exchange", lambda result, rounds, value, doing, **_: doing) as told:
-        report = load_weights(loaded, folders[kind], added_tokens="mean")
-    assert told and not [doing for doing in told if "averaging" in doing], "rows are summed by a collective"
+    report = load_weights(loaded, folders[kind], added_tokens="mean")
     assert report.resized_keys and not report.missing_keys and not report.initialized_keys
     assert report.bytes_read <= report.share_bytes
     check(kind, loaded, expected(kind, folders[kind], size), size)
@@ -100,9 +92,8 @@ def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: 
 
 def resized_when_sharded(kind: str, size: int, folders: dict[str, Path], root: Path) -> None:
     live = loaded_model(kind, folders)
-    if size == SIZES[0]:
-        with torch.no_grad():
-            live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
+    with torch.no_grad():
+        live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
     assert resize_token_embeddings(live, size) is live.get_input_embeddings()
     check(kind, live, expected(kind, folders[kind], size), size)
 
@@ -137,18 +128,15 @@ def resized_under_fsdp1(folders, root):
 
 
 def the_plan_has_the_new_sizes_and_the_model_is_saved(folders, root):
-    resized = from_pretrained(folders["tied"], num_tokens=140)
+    policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
+    live, resized = (from_pretrained(folders["tied"], policy=policy, num_tokens=n) for n in (None, 140))
     assert sharding_of(resized).plan.num_params == sum(p.numel() for p in resized.parameters())
-    live = from_pretrained(folders["tied"])
     resize_token_embeddings(live, 140)
     assert sharding_of(live).plan == sharding_of(resized).plan
-    save_pretrained(live, root / f"saved{dist.get_world_size()}")
+    save_pretrained(live, root / "saved")
+    llama = folders["llama"]
     with pytest.raises(ConfigError, match=r"num_tokens is 0; it must be at least 1"):
         resize_token_embeddings(live, 0)
-
-
-def refusals(folders, root):
-    llama = folders["llama"]
     with pytest.raises(ConfigError, match=r"have no weights yet .*num_tokens="):
         resize_token_embeddings(sharded_meta_model("llama", llama), 150)
     with pytest.raises(
@@ -157,13 +145,6 @@ def refusals(folders, root):
         load_weights(build_meta_model(llama, vocab_size=140), llama)
     with pytest.raises(CheckpointError, match=r"another shape"):
         load_weights(build_meta_model(llama, intermediate_size=60), llama, added_tokens="mean")
-
-
-def resize_under_another_policy(folders, root):
-    policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
-    live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
-    resize_token_embeddings(live, 140)
-    assert sharding_of(live).plan == sharding_of(again).plan != make_wrap_plan(again)
 
 
 def resize_with_settings(folders, root):
@@ -191,41 +172,28 @@ def resize_what_is_not_sharded(folders, root):
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-Pairs = Sequence[tuple[str, int]]
-
-
-def cases_of(loading: Pairs, sharded: Pairs, drawn: Sequence[str], others: Sequence[Any] = ()) -> dict[str, Any]:
-    cases: dict[str, Any] = {f"{k} to {n}, while loading": partial(resized_while_loading, k, n) for k, n in loading}
-    cases |= {f"{kind} to {size}, sharded": partial(resized_when_sharded, kind, size) for kind, size in sharded}
-    cases |= {f"{kind}, drawn": partial(drawn_rows, kind) for kind in drawn}
-    return cases | named(*others)
-
-
-FEW = ("llama", "tied")
-OF_FEW = [("llama", 140), *(("tied", size) for size in SIZES)]
-OF_ALL = [*OF_FEW, ("bert", 140), ("t5", 140)]
-OTHERS = (
-    resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals, resize_under_another_policy,
-    resize_with_settings, resize_what_is_not_sharded,
-)  # fmt: skip
-FAST = {
-    2: cases_of([("t5", 140)], [("tied", 77)], FEW, OTHERS),
-    3: cases_of([("tied", 132)], [("llama", 140)], FEW),
+CASES: dict[int, dict[str, Any]] = {  # of 131 tokens: a few more, fewer more than there are ranks, and less
+    2: {
+        "while loading": partial(resized_while_loading, "t5", 140),
+        "sharded": partial(resized_when_sharded, "tied", 77),
+        **named(resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, resize_with_settings),
+        **named(resize_what_is_not_sharded),
+    },
+    3: {
+        "while loading": partial(resized_while_loading, "tied", 132),
+        "sharded": partial(resized_when_sharded, "llama", 140),
+    },
 }
-EVERY = {2: cases_of(OF_ALL, OF_ALL, KINDS, OTHERS[1:2]), 3: cases_of(OF_FEW, OF_FEW, FEW, OTHERS[:3])}
 
 
-@pytest.mark.parametrize("cases", [FAST, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["fast", "every"])
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, cases) -> None:
-    results = {n: run_ranks(run_cases, n, cases[n], folders, tmp_path) for n in (2, 3)}
-    for kind in ("llama", "tied"):
-        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
-        assert all(torch.equal(other, rows[0]) for other in rows), kind
-    for folder in tmp_path.glob("saved*"):
-        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 140
-        saved = type(make_model("tied")).from_pretrained(folder)
-        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
-        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path) -> None:
+    drawn = {kind: partial(drawn_rows, kind) for kind in ("llama", "tied")}
+    results = [result for n in (2, 3) for result in run_ranks(run_cases, n, CASES[n] | drawn, folders, tmp_path)]
+    for kind in drawn:
+        assert all(torch.equal(result[kind], results[0][kind]) for result in results), kind
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"] == 140
+    saved = type(make_model("tied")).from_pretrained(tmp_path / "saved")
+    assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:
@@ -240,9 +208,3 @@ def resize_otherwise(folders: dict[str, Path]) -> None:
 
 def test_replicated_shards_and_refusals(folders: dict[str, Path]) -> None:
     run_ranks(resize_otherwise, 4, folders)
-
-
-def test_one_process_without_a_group(folders: dict[str, Path]) -> None:
-    plain = type(make_model("bert")).from_pretrained(folders["bert"])
-    resize_token_embeddings(plain, 140)
-    assert_close_rows(plain, expected("bert", folders["bert"], 140), "bert")
