@@ -2,7 +2,7 @@
 some tokens, odd rows with a count, copies, labels that are no words, padded routers, and models with real weights."""
 
 import copy
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import full, randomize, tiny_config
-from tests._dist import named, run_cases, run_ranks
+from tests._dist import run_cases, run_ranks
 
 CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
 SIZES = {"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -69,9 +69,9 @@ def same_gradients(model: Any, one: Any, times: int = 1, **batch: Any) -> None:
             torch.testing.assert_close(full(found), expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def angles_that_follow_the_length(dims: ParallelDims) -> None:
+def angles_that_follow_the_length() -> None:
     for kind in ANGLES:
-        model = shared(kind, dims)
+        model = shared(kind, CP)
         for length in (11, 12):  # of 11 words, longrope takes short angles, and of 12 long ones
             same_gradients(model, plain(kind), input_ids=words(length), labels=words(length))
 
@@ -83,23 +83,15 @@ def logits_of_some_tokens() -> None:
             m(input_ids=ids, use_cache=False, logits_to_keep=kept).logits for m in (model, plain("llama"))
         )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
-    assert torch.equal(model.generate(ids, **options), plain("llama").generate(ids, **options))
     with pytest.raises(ConfigError, match="logits_to_keep is for passes without labels"):
         model(input_ids=ids, labels=ids, logits_to_keep=2)
 
 
-def odd_rows_with_a_count() -> None:
-    """As every Trainer sends it, a tensor without dimensions."""
-    batch = {"input_ids": words(9), "labels": words(9), "num_items_in_batch": torch.tensor(7)}
-    same_gradients(shared("llama", CP), plain("llama"), **batch)
-
-
 def masks_of_ones_own() -> None:
-    """Masks have four dimensions, in both dtypes: two documents in a row."""
+    """Masks have four dimensions, in both dtypes: two documents in an odd row, and a count, as every Trainer sends."""
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     seen[4:, :4] = False
-    batch = {"input_ids": words(9), "labels": words(9)}
+    batch = {"input_ids": words(9), "labels": words(9), "num_items_in_batch": torch.tensor(7)}
     for mask in (seen, torch.where(seen, 0.0, torch.finfo(torch.float32).min)):
         own = mask.expand(2, 1, 9, 9)
         same_gradients(shared("llama", CP), plain("llama"), **batch, attention_mask=own)
@@ -131,14 +123,8 @@ def real_weights_that_see_a_part() -> None:
 
 
 def test_what_usual_rows_do_not_show() -> None:
-    cases = {"angles": partial(angles_that_follow_the_length, CP)}
-    others = (
-        logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, routers_of_padded_rows,
+    cases = (
+        angles_that_follow_the_length, logits_of_some_tokens, masks_of_ones_own, routers_of_padded_rows,
         labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
-    run_ranks(run_cases, 2, cases | named(*others))
-
-
-@pytest.mark.nightly
-def test_angles_follow_the_length_where_ranks_share_layers() -> None:
-    run_ranks(angles_that_follow_the_length, 2, TP)
+    run_ranks(run_cases, 2, cases)

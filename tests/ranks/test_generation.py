@@ -1,11 +1,9 @@
 """Texts generated on shards: the tokens of one process, weights gathered once where they fit, no rank waits in vain."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, unsharded
 from hf_fsdp_tools.sharding import hf_interface
-from tests._checkpoints import lora
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 
@@ -54,30 +51,18 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
     raise AssertionError(f"these greedy texts cannot end at other lengths: {made.tolist()}")
 
 
-MASTERS = {"dtype": "float32", "mp_policy": "bf16"}
-LORA = lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-WAYS = [(torch.float32, {}, LORA), (torch.bfloat16, MASTERS, None)]
-OTHER_WAYS = [(torch.bfloat16, {"dtype": "bfloat16"}, None), (torch.bfloat16, MASTERS, LORA)]
-"""Full and LoRA, in fp32, bf16 and bf16 over fp32 masters."""
-
-
-def tokens_are_those_of_one_process(ways: list[tuple[torch.dtype, dict[str, str], Any]], folder: Path) -> None:
+def tokens_are_those_of_one_process(folder: Path) -> None:
     """Where the weights fit, each unit is gathered once, else once for each token."""
-    for dtype, held, config in ways:
+    for dtype, held in ((torch.float32, {}), (torch.bfloat16, {"dtype": "float32", "mp_policy": "bf16"})):
         plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        torch.manual_seed(0)
-        plain = plain if config is None else peft.get_peft_model(plain, config)
-        torch.manual_seed(0)
-        model: Any = from_pretrained(folder, peft_config=config, **held)
-        expected = plain.eval().generate(input_ids=PROMPTS, **GREEDY)
+        model: Any = from_pretrained(folder, **held)
+        expected = plain.generate(input_ids=PROMPTS, **GREEDY)
         units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
         for free, count in ((10**9, units), (0, units * tokens)):
             with gathers_counted() as gathers, patch.object(hf_interface, "free_bytes", lambda _, free=free: free):
                 made = model.eval().generate(input_ids=mine(PROMPTS), **GREEDY)
-            assert torch.equal(made, mine(expected)), (held, config)
-            assert len(gathers) == count and is_sharded(model), (held, config, len(gathers))
-        model.train()(input_ids=PROMPTS, labels=PROMPTS).loss.backward()
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+            assert torch.equal(made, mine(expected)), held
+            assert len(gathers) == count and is_sharded(model), (held, len(gathers))
 
 
 def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
@@ -108,24 +93,16 @@ def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
             model.generate(PROMPTS, nonsense=1)
         assert model.generate(PROMPTS, **GREEDY).shape == (4, 12)
     assert is_sharded(model) and len(gathers) == gathers_of_one_pass(model)
-    with pytest.raises(ZeroDivisionError), unsharded(model):
-        1 / 0  # noqa: B018
-    assert is_sharded(model)
     with unsharded(model):
         model.state_dict()  # which shards the units, as a save does
         assert model.generate(PROMPTS[: dist.get_rank() + 1], **GREEDY).shape[0] == dist.get_rank() + 1
-    with unsharded(torch.nn.Linear(1, 1)) as nothing:
-        assert nothing is None
 
 
-CASES = {
-    "tokens": partial(tokens_are_those_of_one_process, WAYS),
-    "ends early": a_rank_whose_rows_end_early_keeps_no_other_waiting,
-    "alone": one_rank_generates_alone_while_weights_are_gathered,
-}
-OTHERS = {"tokens": partial(tokens_are_those_of_one_process, OTHER_WAYS)}
+CASES = (
+    tokens_are_those_of_one_process, a_rank_whose_rows_end_early_keeps_no_other_waiting,
+    one_rank_generates_alone_while_weights_are_gathered,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["usual", "others"])
-def test_generation_on_shards(folders, cases):
-    run_ranks(run_cases, 2, cases, folders["llama"])
+def test_generation_on_shards(folders):
+    run_ranks(run_cases, 2, CASES, folders["llama"])

@@ -80,8 +80,6 @@ def are_those_of_the_plain_model(tied: bool, folder: str) -> None:
                 torch.testing.assert_close((loss, gradients), found["False"][:2])
         assert len({plan for _, _, plan in found.values()}) == 1, "the same units"
         save_pretrained(model, folder)
-        again = from_pretrained(folder, use_liger_kernel=True, load_kwargs={"progress": False}).train()
-        torch.testing.assert_close(losses(again), found["False"][:2])
         adapted = add_adapter(from_pretrained(folder, use_liger_kernel=True), lora(), seed=0).train()
         plain = add_adapter(from_pretrained(folder), lora(), seed=0).train()
         torch.testing.assert_close(losses(adapted), losses(plain))
@@ -94,8 +92,6 @@ def what_cannot_be_is_one_error(folder: str) -> None:
     with imitated():
         with pytest.raises(ConfigError, match="no kernels for gpt2"):
             from_config(tiny_config("gpt2"), seed=0, use_liger_kernel=True)
-        with pytest.raises(ConfigError, match="need a GPU"):
-            from_config(config, seed=0, use_liger_kernel=True)
         with pytest.raises(ConfigError, match="need a GPU"):
             args = TrainingArguments(folder, use_cpu=True, use_liger_kernel=True, report_to="none")
             ShardedTrainer(from_config(config, seed=0), args, train_dataset=[{"input_ids": [3, 4]}]).train()

@@ -64,10 +64,7 @@ def _check_adopted(group: Any) -> None:
     assert dist.get_backend(group) == "gloo"
     count = torch.ones(1)
     dist.all_reduce(count, group=group)
-    dist.barrier(group)
-    objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, dist.get_rank(), group=group)
-    assert (count.item(), objects) == (2, [0, 1])
+    assert count.item() == 2
     dist.distributed_c10d._set_pg_timeout(2 * SECONDS, group)
     assert timeout_of(group) == 2 * SECONDS
 
@@ -103,8 +100,6 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     sharded, optimizer = accelerator.prepare(sharded.train(), optimizer)
     losses = train(sharded, optimizer, batches_of(make_rows(4), 2), accelerator=accelerator, clip=0.5)
-    accelerator.save_state(out / "state")
-    accelerator.load_state(out / "state")
     save_pretrained(sharded, out / "saved")
     whole = gather_to_first(next(sharded.parameters()), staging_bytes=1000)
     assert (whole is None) == (rank > 0)
