@@ -8,14 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 from hf_fsdp_tools import ConfigError, ParallelDims
@@ -25,7 +22,6 @@ from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
-from tests._training import ShardedTrainer
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -51,8 +47,6 @@ OPTIONS = {
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16},
 }
-COUNTS_ROWS_ONCE = "get_tp_size" in Trainer.compute_loss.__code__.co_names
-"""Whether the Trainer of this transformers does not multiply losses by `cp_size`; that of 5.17 does."""
 LENGTH = 21  # which neither 2 nor 4 divides
 
 
@@ -234,37 +228,6 @@ def memory_falls_with_the_ranks():
     assert part < 0.55 * whole, (part, whole)
 
 
-def old_trainers_are_refused(folder):
-    args = TrainingArguments(folder, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2), use_cpu=True)
-    trainer = ShardedTrainer(sharded_copy("llama", ParallelDims(cp_size=2)), args, eval_dataset=[{"input_ids": [1]}])
-    with pytest.raises(ConfigError, match=r"multiplies losses by cp_size"):
-        trainer.evaluate()
-
-
-def metrics_are_those_of_one_process(folder):
-    """5 rows, 2 groups of 2 ranks: each row is counted once, with the outputs of all its tokens."""
-    rows = [{"input_ids": torch.arange(i, i + 10), "labels": torch.arange(i, i + 10)} for i in range(5)]
-    seen = []
-
-    def compute_metrics(found: Any) -> dict[str, float]:
-        seen.append(found)
-        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
-        return {"hits": float(hits.mean()), "sum": float(abs(found.predictions).sum())}
-
-    shared = ParallelismConfig(cp_size=2, dp_shard_size=2)
-    options = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
-    args = TrainingArguments(folder, parallelism_config=shared, **options)
-    model = sharded_copy("llama", ParallelDims(cp_size=2))
-    found = ShardedTrainer(model, args, eval_dataset=rows, compute_metrics=compute_metrics).evaluate()
-    alone = plain("llama").eval()
-    with torch.no_grad():
-        outputs = [alone(input_ids=row["input_ids"][None], labels=row["labels"][None]) for row in rows]
-    assert seen[0].predictions.shape[:2] == (5, 10) and seen[0].label_ids.shape == (5, 10)
-    logits = torch.cat([each.logits for each in outputs])
-    torch.testing.assert_close(torch.from_numpy(seen[0].predictions), logits, rtol=1e-5, atol=1e-5)
-    assert found["eval_loss"] == pytest.approx(float(sum(each.loss for each in outputs) / 5), rel=1e-6)
-
-
 LAYOUTS = [ParallelDims(cp_size=2), ParallelDims(cp_size=4), ParallelDims(cp_size=2, dp_replicate_size=2)]
 
 
@@ -291,11 +254,6 @@ def test_ranks_that_share_rows_compute_what_one_process_does(combinations):
         cases[2 if dims == LAYOUTS[0] else 4][f"{kind}, {rows} rows, {dims}, {recomputed}"] = run
     for ranks in cases:
         run_ranks(run_cases, ranks, cases[ranks])
-
-
-def test_a_trainer_counts_each_shared_row_once(tmp_path):
-    metrics = metrics_are_those_of_one_process if COUNTS_ROWS_ONCE else old_trainers_are_refused
-    run_ranks(metrics, 4, str(tmp_path))
 
 
 def test_what_else_is_done_with_a_model_whose_rows_are_shared():

@@ -33,7 +33,7 @@ from tests._checkpoints import (
 )
 from tests._dist import run_cases, run_ranks
 from tests._grids import in_turn
-from tests.api import beside_4bit, load_weights_fsdp1, weights_4bit, wrap_fsdp1
+from tests.api import beside_4bit, weights_4bit
 
 KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
 """Those of compressed-tensors where its package is there, which transformers needs."""
@@ -139,17 +139,6 @@ def saved_and_loaded_again(kind: str, folder: Path, tmp: Path) -> None:
     assert_dequantized(model, kind, folder)
 
 
-def flat_shards(folder: Path, tmp: Path) -> None:
-    """FSDP1, whose shards begin and end within rows."""
-    model = build_meta_model(folder / "fp8")
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model))
-    load_weights_fsdp1(wrapped, folder / "fp8")
-    theirs = dequantized_by_transformers("fp8", folder / "fp8", torch.bfloat16)
-    ids = torch.arange(3, 19).view(1, 16)
-    with torch.no_grad():
-        assert torch.equal(wrapped(ids).logits, theirs(ids).logits)
-
-
 def packed_in_four_bits(folder: Path, tmp: Path) -> None:
     """QLoRA on a quantised checkpoint: as on the plain checkpoint of the same weights."""
     config, out = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True), tmp / "plain for qlora"
@@ -204,7 +193,6 @@ RARE = [f"{kind} along {dim}" for kind, dim in ALONG[2:]]
 WAYS: dict[str, Callable[[Path, Path], None]] = {
     **{f"{kind} along {dim}": partial(along_other_dimensions, kind, dim) for kind, dim in ALONG if kind in KINDS},
     "mxfp4 saved": partial(saved_and_loaded_again, "mxfp4"),
-    "FSDP1": flat_shards,
     **({"4 bits": packed_in_four_bits} if find_spec("bitsandbytes") else {}),
     "no number": a_scale_that_is_no_number_stops_all_ranks,
     "ordered": columns_ordered_by_activation_stop_all_ranks,

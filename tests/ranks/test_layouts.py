@@ -1,7 +1,6 @@
 """What works on one axis works where ranks share layers and experts: saves, quantised files, bytes that are read."""
 
 from functools import partial
-from itertools import chain
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, make_rows
 from tests.api import all_ranks, local_tensor, patched
 from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, apart, folder_of
@@ -154,38 +152,6 @@ def states_of_others(kinds, parent):
                 model = from_pretrained(source, config=folder, mesh=dims, load_kwargs=QUIET)
                 for name, parameter in model.named_parameters():
                     assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (source, dims, name)
-
-
-def in_a_trainer(parent, sizes, ep_size, out, former=None):
-    """Loss, norm and rate of two steps on four rows each; then the evaluation's loss."""
-    folder = folder_of("qwen3_moe", parent)
-    config = ParallelismConfig(**sizes) if sizes else None
-    args = arguments(
-        parent / out,
-        max_steps=2,
-        save_strategy="steps",
-        save_steps=1,
-        lr_scheduler_type="linear",
-        per_device_train_batch_size=4 * (config.tp_size if config else 1) // dist.get_world_size(),
-        parallelism_config=config,
-        fsdp=True,
-        fsdp_config={"ep_size": ep_size},
-    )
-    model = from_pretrained(folder, accelerator=make_accelerator(args), load_kwargs=QUIET)
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(32), eval_dataset=make_rows(16))
-    trainer.train(resume_from_checkpoint=former and str(parent / former / "checkpoint-1"))
-    steps = zip(*(logged(trainer, name) for name in ("loss", "grad_norm", "learning_rate")), strict=True)
-    return [*chain.from_iterable(steps), trainer.evaluate()["eval_loss"]]
-
-
-def test_a_trainer_resumes_in_another_layout(tmp_path):
-    """Losses, norms and rates go on, and what is evaluated is the same."""
-    cases = {
-        "first": partial(in_a_trainer, tmp_path, {"tp_size": 2}, 1, "first"),
-        "two": partial(in_a_trainer, tmp_path, {}, 2, "two", "first"),
-    }
-    found = run_ranks(run_cases, 2, cases)[0]
-    assert found["two"][3:] == pytest.approx(found["first"][3:], rel=1e-4)
 
 
 DTYPES = [torch.float32, torch.bfloat16]

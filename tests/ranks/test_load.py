@@ -3,8 +3,6 @@ own bytes; a load that fails ends on every rank with the same error, and what it
 
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,8 +28,7 @@ from transformers import (
 )
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
-from hf_fsdp_tools.distributed import storage
-from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import (
     assert_same_model,
     full,
@@ -44,7 +41,7 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-from tests.api import CheckpointIndex, LoadReport, all_ranks, load_weights_fsdp1, wrap_fsdp1
+from tests.api import CheckpointIndex, LoadReport, all_ranks
 
 # ---- other placements, dtypes, and what is in no file ----
 
@@ -363,48 +360,10 @@ def another_try(folder: Path) -> None:
     assert_same_model(model, plain_model("llama", folder))
 
 
-def wait_for_storage(folder: Path) -> None:
-    """Rank 1's storage does not answer in the middle of reading until it is named there; then loading goes on."""
-    real_preadv, named = os.preadv, threading.Event()
-    last = sorted(folder.glob("*.safetensors"))[-1]
-
-    def stuck(descriptor: int, *rest: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(last):
-            assert named.wait(60)
-        return real_preadv(descriptor, *rest)
-
-    def warn(text: str, **_: Any) -> None:
-        if f"{last}: no answer at byte" in text:  # other files may be slow, too
-            named.set()
-
-    model = sharded(folder)
-    while storage._watcher.is_alive():  # that of an earlier load warns as late as it did there
-        time.sleep(0.01)
-    soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
-    with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage, "warn", warn):
-        load_weights(model, folder)
-    assert named.is_set() == (dist.get_rank() == 1)
-    assert_same_model(model, plain_model("llama", folder))
-
-
-def fail_under_fsdp1(folder: Path) -> None:
-    """Flat parameters have storage before they are loaded, and other tensors refer to it: it becomes NaN."""
-    model = build_meta_model(folder)
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
-    with preadv(broken, rank=1):
-        message = refusal(lambda: load_weights_fsdp1(wrapped, folder))
-    assert "filled with NaN" in message and "rank 1: " in message
-    assert all(p.isnan().all() for p in wrapped.parameters())
-    load_weights_fsdp1(wrapped, folder)
-    assert all(p.isfinite().all() for p in wrapped.parameters())
-
-
 FAILURES = (
     file_that_shrinks_under_the_reader,
     memory_that_is_exhausted_on_one_rank,
     another_try,
-    wait_for_storage,
-    fail_under_fsdp1,
 )
 
 

@@ -1,8 +1,6 @@
 """Muon on shards: torch's own on whole matrices, at its cost, saved and resumed on another number of ranks."""
 
-from collections.abc import Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -223,20 +221,6 @@ def refused(folders: dict[str, Path], root: Path) -> None:
 # ---- optimizers of other libraries ----
 
 
-def others(names: Sequence[str]) -> dict[str, Any]:
-    """Those of them that are installed."""
-    found: dict[str, Any] = {"modes": WithModes}
-    if find_spec("torchao") is not None:
-        import torchao.optim
-
-        found |= {name: getattr(torchao.optim, name) for name in ("AdamW8bit", "AdamW4bit")}
-    if find_spec("schedulefree") is not None:
-        import schedulefree
-
-        found["schedulefree"] = schedulefree.AdamWScheduleFree
-    return {name: found[name] for name in names if name in found}
-
-
 class WithModes(torch.optim.AdamW):
     """Has to be told when training begins, and looks into its state then, as those of schedulefree do."""
 
@@ -260,57 +244,40 @@ class WithModes(torch.optim.AdamW):
 
 def steps_of(model: Any, optimizer: Any) -> None:
     getattr(optimizer, "train", lambda: None)()
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes minutes
-        for number in range(STEPS):
-            set_gradients(model, number)
-            optimizer.step()
+    for number in range(STEPS):
+        set_gradients(model, number)
+        optimizer.step()
     getattr(optimizer, "eval", lambda: None)()
 
 
-def resumed(names: Sequence[str], folders: dict[str, Path], root: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights after some steps of each, whose state is saved and read again."""
-    torch.compiler.set_stance("force_eager")  # reading a state steps too
-    found: dict[str, Any] = {}
-    for name, make in others(names).items():
-        accelerator = new_accelerator()
-        states = []
-        for is_first in (True, False):
-            model = from_pretrained(folders["tied"], accelerator=accelerator)
-            model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2))
-            if is_first:
-                steps_of(model, optimizer.optimizer)
-                found[name] = full_parameters(model)
-            (accelerator.save_state if is_first else accelerator.load_state)(str(root / name))
-            states.append({key: value.float() for key, value in full_states(model, optimizer).items()})
-            accelerator.free_memory()
-        assert len(states[0]) > len(found[name]) and apart(states[0], states[1]) == 0, name
-    return found
-
-
-def others_step_shards_and_keep_their_state(names: Sequence[str], found: Any, folder: Path) -> None:
-    for name, make in others(names).items():
-        plain: Any = AutoModelForCausalLM.from_pretrained(folder)
-        steps_of(plain, make(plain.parameters(), lr=1e-2))
-        for rank in found:
-            assert apart(rank["resumed"][name], full_parameters(plain)) <= 1e-5, name
+def others_step_shards_and_keep_their_state(folders: dict[str, Path], root: Path) -> None:
+    """Weights after some steps of another library's optimizer, whose state is saved and read again."""
+    accelerator, states, plain = new_accelerator(), [], AutoModelForCausalLM.from_pretrained(folders["tied"])
+    steps_of(plain, WithModes(plain.parameters(), lr=1e-2))
+    for is_first in (True, False):
+        model = from_pretrained(folders["tied"], accelerator=accelerator)
+        model, optimizer = accelerator.prepare(model, WithModes(model.parameters(), lr=1e-2))
+        if is_first:
+            steps_of(model, optimizer.optimizer)
+        (accelerator.save_state if is_first else accelerator.load_state)(str(root / "modes"))
+        states.append(full_states(model, optimizer))
+        assert apart(full_parameters(model), full_parameters(plain)) <= 1e-5
+        accelerator.free_memory()
+    assert apart(*states) == 0
 
 
 # ---- all of it, by the number of ranks ----
-
-OTHERS = ("modes",)
-RARE_OTHERS = ("AdamW8bit", "AdamW4bit", "schedulefree")
 
 
 def test_steps_and_states_on_two_and_three_ranks(checkpoints, tmp_path):
     cases = {name: partial(stepped, name) for name in NAMES[2]}
     cases |= {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
-    two = run_ranks(run_cases, 2, cases | {"resumed": partial(resumed, OTHERS)}, checkpoints, tmp_path)
+    two = run_ranks(run_cases, 2, cases | {"others": others_step_shards_and_keep_their_state}, checkpoints, tmp_path)
     three = run_ranks(
         run_cases, 3, {"uneven": partial(stepped, "uneven"), "on": goes_on_elsewhere}, checkpoints, tmp_path
     )
     steps_are_torchs_on_whole_matrices(2, two, checkpoints)
     steps_are_torchs_on_whole_matrices(3, three, checkpoints)
-    others_step_shards_and_keep_their_state(OTHERS, two, checkpoints["tied"])
     right = by_torch(checkpoints["mixtral"], dtype=None)
     for rank in two:
         assert apart({name: rank["loop"][name] for name in right}, right) <= 1e-6
@@ -322,12 +289,6 @@ def test_steps_on_other_layouts(checkpoints, tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
     results = run_ranks(run_cases, 4, {name: partial(stepped, name) for name in NAMES[4]}, checkpoints, tmp_path)
     steps_are_torchs_on_whole_matrices(4, results, checkpoints)
-
-
-@pytest.mark.nightly
-def test_optimizers_of_other_libraries(checkpoints, tmp_path):
-    found = run_ranks(run_cases, 2, {"resumed": partial(resumed, RARE_OTHERS)}, checkpoints, tmp_path)
-    others_step_shards_and_keep_their_state(RARE_OTHERS, found, checkpoints["tied"])
 
 
 def test_optimizers_of_others_that_cannot_step_shards_are_refused():

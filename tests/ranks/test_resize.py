@@ -1,7 +1,6 @@
 """Added tokens: a vocabulary resized while loading, or on a model that is sharded already, equals a plain resize."""
 
 import json
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools import (
@@ -21,11 +20,11 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
 from tests._training import train
-from tests.api import load_weights_fsdp1, sharding_of, wrap_fsdp1
+from tests.api import sharding_of
 
 
 def loaded_model(kind: str, folders: dict[str, Path], **sharding: Any) -> PreTrainedModel:
@@ -114,19 +113,6 @@ def drawn_rows(kind: str, folders: dict[str, Path], root: Path) -> torch.Tensor:
     return rows
 
 
-def resized_under_fsdp1(folders, root):
-    meta = build_meta_model(folders["llama"])
-    meta.resize_token_embeddings(140, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        flat = wrap_fsdp1(meta, make_wrap_plan(meta), initialize=False)
-    load_weights_fsdp1(flat, folders["llama"], added_tokens="mean")
-    with FullyShardedDataParallel.summon_full_params(flat, writeback=False):
-        assert_close_rows(flat.module, expected("llama", folders["llama"], 140), "fsdp1")
-    with pytest.raises(ConfigError, match=r"flat parameters.*before it is wrapped"):
-        resize_token_embeddings(flat.module, 150)
-
-
 def the_plan_has_the_new_sizes_and_the_model_is_saved(folders, root):
     policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
     live, resized = (from_pretrained(folders["tied"], policy=policy, num_tokens=n) for n in (None, 140))
@@ -176,7 +162,7 @@ CASES: dict[int, dict[str, Any]] = {  # of 131 tokens: a few more, fewer more th
     2: {
         "while loading": partial(resized_while_loading, "t5", 140),
         "sharded": partial(resized_when_sharded, "tied", 77),
-        **named(resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, resize_with_settings),
+        **named(the_plan_has_the_new_sizes_and_the_model_is_saved, resize_with_settings),
         **named(resize_what_is_not_sharded),
     },
     3: {

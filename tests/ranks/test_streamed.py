@@ -249,31 +249,6 @@ def an_error_of_the_thread_is_raised_by_the_next_pass() -> None:
             unit.wait()
 
 
-def copies_are_made_once_for_each_step() -> None:
-    """In the steady state by the thread alone; after a weight was touched, once by the pass that needs it."""
-    model, made = built(True, "bf16"), list[str]()
-    own, renew = torch.optim.AdamW(model.parameters()), streamed.HostCopy.renew
-
-    def counted(copied: Any) -> None:
-        made.append(threading.current_thread().name)
-        renew(copied)
-
-    def step() -> int:
-        made.clear()
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        own.step()
-        own.zero_grad()
-        streamed.settle()
-        return sum(name == threading.current_thread().name for name in made)
-
-    with replaced(streamed.HostCopy, renew=counted):
-        parameters = list(model.parameters())
-        assert step() == len(parameters)
-        assert [step(), step()] == [0, 0] and len(made) == len(parameters)
-        parameters[1].data.mul_(2)
-        assert step() == 1
-
-
 def a_trainer_that_does_not_wait_for_norms_steps_in_the_backward_pass(folder: Path) -> None:
     losses = list[list[float]]()
     rows = [{"input_ids": row, "labels": row} for row in IDS]
@@ -302,7 +277,6 @@ def a_trainer_that_does_not_wait_for_norms_steps_in_the_backward_pass(folder: Pa
 ORDERS = (
     forward_passes_begin_before_later_units_are_stepped, steps_run_while_the_backward_pass_goes_on,
     gradients_are_clipped_by_the_norm_of_the_step_before, an_error_of_the_thread_is_raised_by_the_next_pass,
-    copies_are_made_once_for_each_step,
 )  # fmt: skip
 
 

@@ -13,17 +13,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hf_fsdp_tools.distributed import shards
-from hf_fsdp_tools.distributed.shards import fill_from_first
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, plain_model
 from tests._dist import run_cases, run_ranks
-from tests.api import allocate, as_dtensor, cut, hand_over, initialize_missing, local_tensor, part_of, patched
+from tests.api import allocate, hand_over, initialize_missing, local_tensor, patched
 
 
 @contextmanager
@@ -40,35 +36,6 @@ def mesh_elsewhere() -> Iterator[None]:
 
 def hsdp() -> DeviceMesh:
     return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def cuts(folder: Path) -> None:
-    """Shapes of even, uneven and empty shards, along any dimension; the reference is torch's own."""
-    line, square = init_device_mesh("cpu", (2,)), hsdp()
-    generator = torch.Generator().manual_seed(0)
-    for shape, mesh, placements in [
-        ((1, 4), line, [Shard(0)]),
-        ((4, 6, 2), line, [Shard(1)]),
-        ((3, 3), square, [Replicate(), Shard(0)]),
-        ((), line, [Replicate()]),
-    ]:
-        whole = torch.randn(shape, generator=generator)
-        reference = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        blank = as_dtensor(local_tensor(reference).to("meta"), reference)
-        with mesh_elsewhere():
-            part = part_of(whole, blank)
-            shard = cut(whole, blank, device=torch.device("cpu"), dtype=torch.float64)
-            again = as_dtensor(part, reference)
-        assert torch.equal(part, local_tensor(reference)), shape
-        assert not part.numel() or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "a view"
-        assert torch.equal(local_tensor(shard), local_tensor(reference).double()) and shard.dtype == torch.float64
-        assert again.device.type == "cpu" and torch.equal(again.full_tensor(), whole), shape
-        with patch.object(shards, "_SLAB_BYTES", 20):  # pieces of a few rows
-            filled = as_dtensor(torch.full_like(local_tensor(reference), -1), reference)
-            fill_from_first(filled, whole if dist.get_rank() == 0 else torch.full_like(whole, 7), mesh)
-            plain = torch.full_like(whole, 9)
-            fill_from_first(plain, whole if dist.get_rank() == 0 else plain, mesh)
-        assert torch.equal(filled.full_tensor(), whole) and torch.equal(plain, whole), shape
 
 
 def models(folder: Path) -> None:
@@ -145,4 +112,4 @@ def pinned_once(folder: Path) -> None:
 
 
 def test_shards_stay_where_they_are_and_their_memory_is_made_once(folders: dict[str, Path]) -> None:
-    run_ranks(run_cases, 2, (cuts, models, pinned_once), folders["llama"])
+    run_ranks(run_cases, 2, (models, pinned_once), folders["llama"])
