@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate.utils import AORecipeKwargs, TERecipeKwargs
-from peft import LoraConfig
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -43,10 +42,8 @@ from tests._dist import named, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import (
     ShardedTrainer,
-    apart,
     arguments,
     full_gradients,
-    full_parameters,
     logged,
     make_rows,
     new_accelerator,
@@ -195,44 +192,6 @@ def evaluation_generation_and_averages(folder: Path) -> None:
             assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
 
 
-def states_resume_to_the_bit(folder: Path, tmp: Path) -> None:
-    rank = dist.get_rank()
-    rows = rows_of(rank, 2)
-
-    def begin() -> tuple[Any, Any, Any]:
-        accelerator = new_accelerator(mixed_precision="fp8")
-        model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET).train()
-        return (accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
-
-    accelerator, model, optimizer = begin()
-    steps(model, rows[:2], optimizer)
-    accelerator.save_state(str(tmp / "state"))
-    expected = steps(model, rows[2:], optimizer)
-    weights = full_parameters(model)
-    accelerator, model, optimizer = begin()
-    steps(model, rows[:1], optimizer)  # scales of other weights
-    accelerator.load_state(str(tmp / "state"))
-    assert steps(model, rows[2:], optimizer) == expected
-    assert apart(full_parameters(model), weights) == 0
-
-
-def adapters_on_a_frozen_base(folder: Path) -> None:
-    """The base computes and is gathered in FP8, adapters do neither; as torchao and PEFT in one process."""
-    from peft import get_peft_model
-
-    config = LoraConfig(r=16, target_modules="all-linear", lora_alpha=8)
-    rank = dist.get_rank()
-    model = load(folder, FP32, peft_config=config)
-    names = [name for name, module in model.named_modules() if is_float8(module)]
-    assert len(names) == PER_BLOCK * SIZES["num_hidden_layers"] and not any("lora_" in name for name in names)
-    reference = get_peft_model(by_torchao(), config)
-    reference.load_state_dict(full_state(model))
-    losses = steps(model, rows_of(rank, 2)[:2])
-    together = [[rows_of(0, 2)[step][0], rows_of(1, 2)[step][0]] for step in range(2)]
-    expected = steps(reference, together, scale=0.5)
-    assert losses == expected[rank::2]
-
-
 def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
     """bf16=True, which TRL sets, means FP8 where the launcher says so."""
     rows = make_rows(8)
@@ -348,11 +307,8 @@ def refusals(folder: Path) -> None:
             make_accelerator(args)
 
 
-EVERY = (
-    half_the_bytes_of_bf16_are_gathered, evaluation_generation_and_averages, adapters_on_a_frozen_base,
-    words_of_accelerate, refusals,
-)  # fmt: skip
-WITH_FILES = named(numerics_are_those_of_one_process, states_resume_to_the_bit, a_trainer_equals_a_loop)
+EVERY = (half_the_bytes_of_bf16_are_gathered, evaluation_generation_and_averages, words_of_accelerate, refusals)
+WITH_FILES = named(numerics_are_those_of_one_process, a_trainer_equals_a_loop)
 
 
 def test_two_ranks(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ ranks."""
 
 import hashlib
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_fsdp_tools import CheckpointError, ConfigError, WrapPolicy, live_weights, save_pretrained
+from hf_fsdp_tools import ConfigError, WrapPolicy, live_weights, save_pretrained
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
 from tests._checkpoints import KINDS as CHECKPOINTS
-from tests._checkpoints import assert_same_tensors, make_checkpoint, make_model
+from tests._checkpoints import assert_same_tensors, make_model
 from tests._dist import run_cases, run_ranks
 from tests.api import (
     all_ranks,
@@ -76,13 +75,6 @@ def _assert_whole_equals(wrapped: FSDP, plain: nn.Module) -> dict[str, torch.Ten
     buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
     assert all(torch.equal(buffers[name], buffer) for name, buffer in plain.named_buffers())
     return whole
-
-
-def _hybrid_options() -> dict[str, Any]:
-    """Two replicas of two shards each, of four ranks."""
-    shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
-    replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
-    return {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 
 
 def trains_as_the_plain_model(kinds, use_orig_params):
@@ -215,33 +207,9 @@ def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, ra
         assert_same_tensors(dict(again.named_parameters()), dict(model.named_parameters()), kind)
 
 
-def hybrid_shards_load_train_and_save(folder):
-    model = build_meta_model(f"{folder}/llama")
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False, **_hybrid_options())
-    report = load_weights_fsdp1(wrapped, f"{folder}/llama")
-    plain = _model("llama")
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, wrapped)]
-    for _ in range(STEPS):
-        expected = _step(plain, optimizers[0], _batches(4))
-        assert abs(_mean(_step(wrapped, optimizers[1], _batches(4)[dist.get_rank()][None])) - expected) < 1e-4
-    written = save_pretrained(plain_view(wrapped), f"{folder}/trained")
-    with pytest.raises(ConfigError, match=r"dtype cannot be changed.*build_meta_model\(dtype"):
-        load_weights_fsdp1(wrapped, f"{folder}/llama", dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"No such folder|no-such-folder"):
-        load_weights_fsdp1(wrapped, f"{folder}/no-such-folder")
-    read, wrote = all_ranks(report.bytes_read), all_ranks(written.bytes_written)
-    assert sum(read) == 2 * written.total_bytes, "each replica reads the model once"
-    assert sum(wrote) == written.total_bytes and wrote[2] == wrote[3] == 0
-
-
 def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
     ways = ((("gpt2", "t5"), True), (("tied", "mixtral"), False))
     cases = {f"{original}": partial(trains_as_the_plain_model, kinds, original) for kinds, original in ways}
     cases["lora"] = lora_trains_adapters_beside_frozen_weights
     cases["refusals"] = refusals_name_the_cure_on_every_rank_alike
     run_ranks(run_cases, 2, cases)
-
-
-def test_hybrid_shards_on_four_ranks(tmp_path):
-    make_checkpoint("llama", tmp_path / "llama")
-    run_ranks(hybrid_shards_load_train_and_save, 4, str(tmp_path))

@@ -227,16 +227,6 @@ def faults(folders: dict[str, Path], tmp: Path) -> None:
     assert used == (list(weights.tensors) if rank == 0 else []), "the next pass is whole"
 
 
-def alone(folders: dict[str, Path], tmp: Path) -> None:
-    """A model that is not sharded at all; a pass sees the values of its moment."""
-    model, saved = plain_model("t5", folders["t5"]), stored_tensors(folders["t5"])
-    weights = live_weights(model)
-    parts_make_up(weights, saved, "t5")
-    buckets_hold(weights, saved, "t5")
-    model.shared.weight.data.zero_()
-    assert not any(bool(part.values().any()) for part in weights.parts() if part.name == "shared.weight")
-
-
 ON_THREE = {
     "placed": partial(placements, ("t5", "qwen2_moe", "gpt2, columns", "llama, one unit")),
     "adapters": adapters_alone_and_merged,
@@ -257,8 +247,8 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, {"alone": alone}), (3, ON_THREE), (4, ON_FOUR), pytest.param(4, OTHERS, marks=pytest.mark.nightly)],
-    ids=["alone", "on three", "on four", "others"],
+    [(3, ON_THREE), (4, ON_FOUR), pytest.param(4, OTHERS, marks=pytest.mark.nightly)],
+    ids=["on three", "on four", "others"],
 )
 def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(ranks, cases, folders, tmp_path):
     run_ranks(run_cases, ranks, cases, folders, tmp_path)

@@ -110,38 +110,6 @@ def an_optimizer_of_gathered_copies_is_refused(folders: dict[str, Path]) -> None
     assert "1 of the 1 parameters of AdamW are gathered copies" in refusal(optimizer.step, ConfigError)
 
 
-class Scaled(nn.Module):
-    """A head of which logits are scaled by a number, as CLIP's."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.head, self.scale = head, nn.Parameter(torch.tensor(1.0))
-
-    @property
-    def weight(self) -> Any:
-        return self.head.weight
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden) * self.scale
-
-
-def what_is_unfrozen_later_is_averaged(folders: dict[str, Path]) -> None:
-    models = []
-    for is_sharded in (True, False):
-        model = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
-        model.lm_head = Scaled(model.lm_head)  # type: ignore[assignment]
-        model.requires_grad_(False)
-        if is_sharded:
-            model = shard_model(model, make_wrap_plan(model))
-        model.requires_grad_(True)
-        models.append(model)
-    own, rank = rows(dist.get_rank()), dist.get_rank()
-    models[0](**own).loss.backward()
-    for seed in range(dist.get_world_size()):
-        (models[1](**rows(seed)).loss / dist.get_world_size()).backward()
-    assert apart(full_gradients(models[0]), full_gradients(models[1])) < 1e-5, rank
-
-
 def gradients_of_others_may_be_asked_for(folders: dict[str, Path]) -> None:
     model, _ = both(folders["llama"])
     mesh = ParallelDims().build_mesh("cpu")
@@ -191,13 +159,11 @@ def a_copy_of_the_head_is_trained(folders: dict[str, Path]) -> None:
 ONE = named(
     a_head_is_read_while_another_loss_waits,
     a_head_is_read_between_passes,
-    what_is_unfrozen_later_is_averaged,
 )
 TWO = named(
     base_and_head_may_be_called_apart,
     a_head_is_read_between_passes,
     an_optimizer_of_gathered_copies_is_refused,
-    what_is_unfrozen_later_is_averaged,
     gradients_of_others_may_be_asked_for,
     hidden_states_are_those_of_whole_rows,
     inputs_of_blocks_of_parts_of_rows_are_offloaded,

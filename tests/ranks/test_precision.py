@@ -15,7 +15,7 @@ from hf_fsdp_tools import ParallelDims, from_pretrained
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import RELEASE, full, make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near, assert_within, with_rounding
+from tests._rounding import assert_near, with_rounding
 from tests._training import ShardedTrainer, arguments, logged
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -186,22 +186,6 @@ def what_models_compute_in_fp32_is_so(folder):
             assert torch.equal(model(IDS % 90).logits, plain(IDS % 90).logits.float()), kind
 
 
-def decays_in_fp32_multiply_activations_in_bf16(folder):
-    """As under autocast: MiniMax multiplies by buffers, which no policy casts."""
-    if dist.get_rank() == 0:
-        randomize(transformers.AutoModelForCausalLM.from_config(tiny_config("minimax"))).save_pretrained(folder / "mm")
-    dist.barrier()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "mm", dtype=torch.float32).train()
-    batch = {"input_ids": IDS % 90, "labels": IDS % 90}
-    model = from_pretrained(folder / "mm", dtype=torch.float32, mp_policy=BF16).train()
-    output = model(**batch)
-    output.loss.backward()
-    runs = (partial(outputs_under_autocast, plain, batch, on) for on in (True, False))
-    assert_within({"logits": output.logits.detach().float()}, *runs)
-    decays = {buffer.dtype for name, buffer in model.named_buffers() if name.endswith("_decay")}
-    assert decays == {torch.float32}
-
-
 CASES = (
     counts_are_exact,
     labels_of_a_regression_are_not_rounded,
@@ -212,7 +196,6 @@ CASES = (
     routers_that_transformers_keeps_compute_in_fp32,
     rates_of_recurrences_compute_in_fp32,
     what_models_compute_in_fp32_is_so,
-    decays_in_fp32_multiply_activations_in_bf16,
 )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_fsdp_tools import (
@@ -30,7 +30,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.errors import MeshError, WrapPlanError
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
-from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal, tiny_config
+from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal
 from tests._dist import run_cases, run_ranks
 from tests._training import train
 from tests.api import all_ranks, patched, sharding_of
@@ -86,25 +86,6 @@ def inference_first():
         with torch.inference_mode():
             torch.testing.assert_close(model(input_ids=batch).logits, plain(input_ids=batch).logits)
         assert _compare_gradients(model, kind) > 5
-
-
-def a_head_that_is_read_gets_the_gradients_of_all_ranks():
-    """TRL's losses read the weight of a head and do not call it; OLMo has no final norm that would gather it."""
-
-    def read_head(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        hidden, weight = model.model(input_ids=ids).last_hidden_state, model.lm_head.weight
-        return (hidden @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).T).square().mean()
-
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(tiny_config("olmo"))
-    model = copy.deepcopy(plain)
-    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
-    for each, own in ((plain, slice(None)), (model, slice(dist.get_rank(), dist.get_rank() + 1))):
-        each.forward = partial(read_head, each)
-        for batches in (_batches(2), _batches(2).flip(-1)):
-            sum(each(ids) for ids in batches[own]).backward()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(full(model.get_parameter(name).grad) * 2, parameter.grad, msg=name)
 
 
 class Awkward(nn.Module):
@@ -216,7 +197,6 @@ def code_of_the_user_is_saved_with_the_model(folder):
 def on_two(folder) -> None:
     with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
         run_cases({
-            "heads": a_head_that_is_read_gets_the_gradients_of_all_ranks,
             "awkward parameters": awkward_parameters_train_or_are_refused_by_name,
             "code of the user": partial(code_of_the_user_is_saved_with_the_model, folder),
         })  # fmt: skip

@@ -255,14 +255,9 @@ class Distiller(FSDPTrainerMixin, Trainer):
 
     def __init__(self, *args: Any, teacher: Any, **kwargs: Any) -> None:
         self.teacher_model = teacher
-        self.look()
+        assert dist.get_rank() or isinstance(self.teacher_model, torch.nn.Module)
         super().__init__(*args, **kwargs)
-        self.look()
-
-    def look(self) -> None:
-        if dist.get_rank() == 0:
-            assert isinstance(self.teacher_model, torch.nn.Module)
-            assert getattr(self, "ref_model", None) is None or not self.ref_model.training
+        assert dist.get_rank() or isinstance(self.teacher_model, torch.nn.Module)
 
 
 def _rank_0_reads(sources, folder):
@@ -272,9 +267,8 @@ def _rank_0_reads(sources, folder):
     trainer = Distiller(model, args, train_dataset=[row] * 4, teacher=teacher.bfloat16())
     assert num_units(teacher) > 2 and not num_units(model), "a teacher is sharded where it is set, a model in training"
     trainer.ref_model = reference
-    trainer.look()
+    assert dist.get_rank() or not trainer.ref_model.training
     trainer.train()
-    trainer.look()
     plan = sharding_of(model).plan
     for frozen in (trainer.teacher_model, trainer.ref_model):
         assert sharding_of(frozen).plan.digest == plan.digest
