@@ -17,14 +17,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
-    PreTrainedModel,
 )
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
@@ -52,9 +51,9 @@ def last_even_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(last) if last > 0 and parameter.shape[last] % dist.get_world_size() == 0 else Shard(0)
 
 
-def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
+def over_two_axes(folders: dict[str, Path], tmp: Path) -> None:
     """Replicated over one, sharded over the other: the first replica reads and the other receives, each byte once."""
-    bf16 = tmp / f"{kind} in bf16"
+    kind, bf16 = "mixtral", tmp / "in bf16"
     if dist.get_rank() == 0:
         make_checkpoint(kind, bf16, dtype=torch.bfloat16)
     dist.barrier()
@@ -73,28 +72,16 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
         assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
 
 
-def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> None:
+def along_other_dimensions(folders: dict[str, Path], tmp: Path) -> None:
+    kind = "mixtral"
     model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
     assert any(p.placements == (Shard(1),) for p in model.parameters())
     load_weights(model, folders[kind])
     assert_same_model(model, plain_model(kind, folders[kind]))
 
 
-def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
-    offload = CPUOffloadPolicy(pin_memory=False)
-    model = loaded("gpt2", folders["gpt2"], dtype=torch.bfloat16, offload_policy=offload)
-    assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
-
-
-OTHERWISE: dict[str, Callable[..., None]] = {
-    "offloaded": fp32_files_in_an_offloaded_bf16_model,
-    "over two axes": partial(over_two_axes, "mixtral"),
-    "along other dimensions": partial(along_other_dimensions, "mixtral"),
-}
-
-
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(run_cases, 4, OTHERWISE, folders, tmp_path)
+    run_ranks(run_cases, 4, (over_two_axes, along_other_dimensions), folders, tmp_path)
 
 
 def load_incomplete(folder: Path) -> tuple[Any, ...]:
@@ -261,37 +248,27 @@ def test_folders_of_every_kind_at_another_number_of_ranks(folders, tmp_path: Pat
     run_ranks(run_cases, 2, WAYS, folders, tmp_path)
 
 
-def sharded(folder: Path) -> PreTrainedModel:
-    return sharded_meta_model("llama", folder)
-
-
-def copy(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
-    target = folder.parent / name
-    if dist.get_rank() == 0:
-        change(Path(shutil.copytree(folder, target)))
-    dist.barrier()
-    return target
-
-
 @contextmanager
 def preadv(replacement: Callable[..., int], rank: int) -> Iterator[None]:
     with patch("os.preadv", replacement if dist.get_rank() == rank else os.preadv):
         yield
 
 
-def is_untouched(model: nn.Module) -> bool:
-    return all(p.is_meta for p in model.parameters())
-
-
 def broken(*_: Any) -> int:
     raise OSError(5, "Input/output error")
 
 
-def file_that_shrinks_under_the_reader(folder: Path) -> None:
-    model = sharded(folder)
-    shrinking = copy(folder, "shrinking", lambda f: None)
+def exhausted(*_: Any) -> int:
+    raise MemoryError("no memory")
+
+
+def failures(folder: Path) -> None:
+    """The model is on meta again; over weights that were there, a failed load leaves NaN, not a mixture."""
+    model, shrinking, real = sharded_meta_model("llama", folder), folder.parent / "shrinking", os.preadv
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, shrinking)
+    dist.barrier()
     calls: list[int] = []
-    real = os.preadv
 
     def shrink(descriptor: int, buffers: list[memoryview], position: int) -> int:
         calls.append(position)
@@ -303,32 +280,15 @@ def file_that_shrinks_under_the_reader(folder: Path) -> None:
         message = refusal(lambda: load_weights(model, shrinking))
     assert "shrank since its header was read" in message and "rank 1" in message
     assert dist.get_rank() == 0 or len(calls) > 1
-    assert is_untouched(model)
-
-
-def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
-    """A failure that is no CheckpointError stays what it is on its rank; the others are told."""
-    model = sharded(folder)
-
-    def exhausted(*_: Any) -> int:
-        raise MemoryError("no memory")
-
     with preadv(exhausted, rank=1), pytest.raises((MemoryError, CheckpointError)) as caught:
         load_weights(model, folder)
     kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
-    assert is_untouched(model)
-
-
-def another_try(folder: Path) -> None:
-    """After a load that failed, loading works; over weights that were there, a failed load leaves NaN, not a
-    mixture."""
-    model = sharded(folder)
     with preadv(broken, rank=1):
         message = refusal(lambda: load_weights(model, folder))
     assert "Reading the checkpoint (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
     assert "rank 1: " in message and "Input/output error" in message
-    assert is_untouched(model)
+    assert all(p.is_meta for p in model.parameters())
     assert "on meta" in refusal(lambda: save_pretrained(model, folder.parent / "saved"))
     assert not list(folder.parent.glob("saved/*.safetensors"))
     load_weights(model, folder)
@@ -340,22 +300,14 @@ def another_try(folder: Path) -> None:
     assert_same_model(model, plain_model("llama", folder))
 
 
-FAILURES = (
-    file_that_shrinks_under_the_reader,
-    memory_that_is_exhausted_on_one_rank,
-    another_try,
-)
-
-
 def test_two_ranks_load_what_one_does_and_fail_alike_without_a_half_model(folders: Any, tmp_path: Path) -> None:
-    """What no file holds, tied weights under one name or both, and every failure
-    is the same on all ranks."""
+    """What no file holds, tied weights under one name or both; and every failure is the same on all ranks."""
     folder, tied = Path(shutil.copytree(folders["llama"], tmp_path / "llama")), folders["tied"]
     good = [untied_copy(tied, tmp_path / "equal", equal=True), only_head(tied, tmp_path / "head")]
     cases: dict[str, Callable[[], Any]] = {
         "incomplete": partial(load_incomplete, folders["llama"]),
         "tied": partial(load_ties, good, untied_copy(tied, tmp_path / "different", equal=False)),
-        **{case.__name__: partial(case, folder) for case in FAILURES},
+        "failures": partial(failures, folder),
     }
     found = run_ranks(run_cases, 2, cases)
     are_alike([each["incomplete"] for each in found], run_ranks(load_incomplete, 1, folders["llama"]))

@@ -1,11 +1,9 @@
 """Training under Accelerate and the Trainer gives the numbers of one process: in every precision, however a batch is
 split."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -23,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import ConfigError, FSDPPlugin, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan, shard_model
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._rounding import assert_near, with_rounding
 from tests._training import (
     Run,
@@ -36,6 +34,7 @@ from tests._training import (
     logged,
     make_rows,
     new_accelerator,
+    num_units,
     train,
 )
 from tests.api import adopt, local_device, sharding_of
@@ -168,22 +167,6 @@ def test_fp16_scales_the_loss_where_a_scaler_is_and_is_refused_where_none_is(fol
 # ---- accumulation ----
 
 
-def _split_in_a_loop(folder: Path, out: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    rank, rows = dist.get_rank(), make_rows(8, ragged=True)
-    accelerator = new_accelerator()
-    model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
-    mine = ((rows[:1], rows[1:2], rows[2:3]), (rows[3:4], rows[4:6], rows[6:]))[rank]
-    batches = [batches_of(part, len(part))[0] for part in mine]
-    trained_tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
-    items = accelerator.reduce(trained_tokens.float(), "mean")
-    losses = []
-    for batch in batches:
-        loss = model(**batch, num_items_in_batch=items).loss
-        accelerator.backward(loss)
-        losses.append(loss.detach())
-    return accelerator.reduce(torch.stack(losses).sum(), "mean").item(), full_gradients(model)
-
-
 def _split_by_the_trainer(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     args = in_order(
         out, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, weight_decay=0.0,
@@ -193,20 +176,6 @@ def _split_by_the_trainer(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8, ragged=True))
     trainer.train()
     return full_parameters(trainer.model)
-
-
-def _splits_give_the_same_gradients(folder: Path, found: dict[str, Any]) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(folder).train()
-    start = full_parameters(plain)
-    loss = plain(**batches_of(make_rows(8, ragged=True), 8)[0]).loss
-    loss.backward()
-    mean, gradients = found["split"]
-    assert mean == pytest.approx(loss.item(), rel=1e-6)
-    for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-7, msg=f"loop {key}")
-        # a step of 1 by SGD is the gradient, rounded at the size of the weight
-        step = start[key] - found["split by the Trainer"][key]
-        torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"Trainer {key}")
 
 
 def _kept(model: nn.Module) -> tuple[int, int]:
@@ -235,25 +204,14 @@ def _between_micro_batches(settings: dict[str, Any], folder: Path, out: Path) ->
     return *kept, full_gradients(model)
 
 
-def _gathers_of_a_step(model: nn.Module, steps: Callable[[], Any]) -> tuple[int, Any]:
-    """Gathers for each unit of a model while `steps` runs, and what `steps` gives; afterwards all is sharded."""
-    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gather:
-        found = steps()
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    units = sum(isinstance(module, FSDPModule) and bool(list(module.parameters())) for module in model.modules())
-    assert gather.call_count % units == 0
-    return gather.call_count // units, found
-
-
 def _accumulated(reshard: bool, folder: Path, out: Path) -> tuple[int, Any]:
     """Two steps of two micro-batches each in a loop: gathers of each unit, losses, and weights."""
     plugin = FSDPPlugin(policy=WrapPolicy(group_tail=False, reshard_after_forward={"*": reshard}))
     accelerator = new_accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
     model = from_pretrained(folder, accelerator=accelerator).train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def steps() -> list[Any]:
-        losses = []
+    losses = []
+    with calls_of(_fsdp_param_group, "foreach_all_gather") as gathers:
         for batch in batches_of(make_rows(4 * ROWS), ROWS):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
@@ -261,31 +219,8 @@ def _accumulated(reshard: bool, folder: Path, out: Path) -> tuple[int, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-        return losses
-
-    count, losses = _gathers_of_a_step(model, steps)
-    return count, (losses, full_parameters(model))
-
-
-def _kept_units_are_gathered_once_in_a_step(found: dict[str, Any]) -> None:
-    (kept, ours), (resharded, plain) = (found[name] for name in ("kept", "resharded"))
-    assert (kept, resharded) == (2, 8)
-    assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
-
-
-def _no_whole_gradients_are_kept_unless_asked(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
-    count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-    for name, one, other in (
-        ("default", first["default"][0], second["default"][0]),
-        ("default at the end", first["default"][1], second["default"][1]),
-        ("asked at the end", first["asked"][1], second["asked"][1]),
-    ):
-        assert one[0] == other[0] == 0, name
-        assert one[1] + other[1] == count, f"{name}: every gradient, in shards"
-    assert first["asked"][0] == second["asked"][0] == (count, 0), "each rank keeps all of them whole"
-    for key, gradient in first["asked"][2].items():
-        # Averaged twice and added in fp32, or added in fp32 and averaged once.
-        torch.testing.assert_close(first["default"][2][key], gradient, rtol=1e-5, atol=1e-7)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return len(gathers) // num_units(model), losses, full_parameters(model)
 
 
 ACCUMULATED: dict[str, Any] = {
@@ -293,18 +228,26 @@ ACCUMULATED: dict[str, Any] = {
     "resharded": partial(_accumulated, True),
     "default": partial(_between_micro_batches, {"gradient_accumulation_steps": 2}),
     "asked": partial(_between_micro_batches, {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}),
-    "split": _split_in_a_loop,
     "split by the Trainer": _split_by_the_trainer,
 }
 
 
 def test_gradients_are_accumulated_as_on_one_process(folders, tmp_path):
-    folder = folders["llama"]
-    ranks = run_ranks(run_cases, 2, ACCUMULATED, folder, tmp_path)
-    for found in ranks:
-        _splits_give_the_same_gradients(folder, found)
-        _kept_units_are_gathered_once_in_a_step(found)
-    _no_whole_gradients_are_kept_unless_asked(folder, *ranks)
+    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
+    start = full_parameters(plain)
+    plain(**batches_of(make_rows(8, ragged=True), 8)[0]).loss.backward()
+    for found in run_ranks(run_cases, 2, ACCUMULATED, folders["llama"], tmp_path):
+        for key, parameter in plain.named_parameters():
+            # a step of 1 by SGD is the gradient, rounded at the size of the weight
+            step = start[key] - found["split by the Trainer"][key]
+            torch.testing.assert_close(step, parameter.grad, rtol=1e-4, atol=2e-7, msg=f"Trainer {key}")
+        (kept, *ours), (resharded, *others) = found["kept"], found["resharded"]
+        assert (kept, resharded) == (2, 8), "kept units are gathered once in a step"
+        assert ours[0] == others[0] and apart(ours[1], others[1]) == 0
+        # Averaged twice and added in fp32, or added in fp32 and averaged once.
+        torch.testing.assert_close(found["default"][2], found["asked"][2], rtol=1e-5, atol=1e-7)
+        assert found["asked"][0] == (sum(whole.numel() for whole in start.values()), 0), "each rank keeps all, asked"
+        assert found["default"][0][0] == found["default"][1][0] == found["asked"][1][0] == 0, "else none is kept whole"
 
 
 # ---- compilation ----
@@ -322,27 +265,16 @@ def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
     if not compiled:
         return losses
     assert [n for n, m in model.named_modules() if m._compiled_call_impl] == ["model.layers.0", "model.layers.1"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "both layers share one graph"
     prompt = batches_of(make_rows(1), 1)[0]["input_ids"][:, : 3 + dist.get_rank()]
     model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "generation is not compiled"
-    accelerator.save_model(model, out)
-    assert apart(full_parameters(AutoModelForCausalLM.from_pretrained(out)), full_parameters(model)) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "layers share it, and generation has none"
+    with pytest.raises(ConfigError, match=r"compiled as a whole.*dynamo_backend"):
+        accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
     return losses
 
 
-def _compiled_as_a_whole(folder: Path, out: Path) -> None:
-    accelerator = new_accelerator(dynamo_backend="aot_eager")
-    with pytest.raises(ConfigError, match=r"compiled as a whole.*dynamo_backend"):
-        accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
-
-
 def test_blocks_are_compiled_in_place(folders, tmp_path):
-    cases = {
-        "eager": partial(_losses_in_a_loop, False),
-        "compiled": partial(_losses_in_a_loop, True),
-        "as a whole": _compiled_as_a_whole,
-    }
+    cases = {"eager": partial(_losses_in_a_loop, False), "compiled": partial(_losses_in_a_loop, True)}
     for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
         close(torch.tensor(found["compiled"]), torch.tensor(found["eager"]))
 
