@@ -4,21 +4,27 @@ import copy
 import re
 import shutil
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_fsdp_tools import (
     ConfigError,
+    Float8Policy,
+    Muon,
     ParallelDims,
     WrapPolicy,
     describe_sharding,
@@ -29,11 +35,21 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.errors import MeshError, WrapPlanError
 from hf_fsdp_tools.sharding import placement
-from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
-from tests._checkpoints import full, make_checkpoint, make_model, randomize, refusal
+from hf_fsdp_tools.steps import WrapPlan, build_meta_model, load_weights, make_wrap_plan, shard_model
+from tests._checkpoints import assert_same_model, full, make_checkpoint, make_model, plain_model, randomize, refusal
 from tests._dist import run_cases, run_ranks
 from tests._training import train
-from tests.api import all_ranks, patched, sharding_of
+from tests.api import (
+    ModuleTree,
+    all_ranks,
+    allocate,
+    float8_layers,
+    hand_over,
+    initialize_missing,
+    local_tensor,
+    patched,
+    sharding_of,
+)
 
 SMALL = patch.multiple(placement, _MOST_PADDING_BYTES=0, _LEAST_RUN=0)  # so that a small model will do
 
@@ -261,3 +277,142 @@ def padding_of_other_peoples_sharding_is_found() -> None:
     assert set(all_ranks(text)) == {text}
     # 480 elements become 960 of 544
     assert "warning: padded-shards" in text and "carries 1.9 times its bytes" in text and "experts have too few" in text
+
+
+# ---- where shards live ----
+
+
+@contextmanager
+def mesh_elsewhere() -> Iterator[None]:
+    """A block in which every mesh is of another device than the shards."""
+    # DTensor estimates transfers by the devices of a machine, which it asks of `torch.<device type>` (torch 2.15).
+    here = SimpleNamespace(device_count=lambda: 2)
+    with (
+        patch.object(DeviceMesh, "device_type", property(lambda mesh: "meta")),
+        patch.object(torch, "meta", here, create=True),
+    ):
+        yield
+
+
+def hsdp() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def stays_where_it_is(folder: Path) -> None:
+    model: Any = build_meta_model(folder)
+    shard_model(model, make_wrap_plan(model), mesh=hsdp())
+    with mesh_elsewhere():
+        allocate(model, device=torch.device("cpu"))
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert {b.device.type for b in model.buffers()} == {"meta"}, "only shards are offloaded"
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        names = {name for name, _ in model.named_parameters()}
+        initialize_missing(model, missing_keys=names, seed=3)
+    alone = build_meta_model(folder)
+    allocate(alone, device=torch.device("cpu"))
+    initialize_missing(alone, missing_keys=names, seed=3)
+    assert_same_model(model, alone)
+
+    plain = plain_model("llama", folder)
+    for assign in (False, True):
+        with mesh_elsewhere():
+            model.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()}, assign=assign)
+        assert_same_model(model, plain)
+        parameter = model.lm_head.weight
+        held = local_tensor(parameter).untyped_storage().nbytes()
+        assert held <= parameter.nbytes // 2 + parameter[0].nbytes, "not a view of the whole tensor"
+        torch.nn.init.zeros_(parameter)
+
+    state = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    whole = torch.nn.Parameter(torch.zeros_like(state))
+    optimizer = torch.optim.Adagrad([whole])
+    optimizer.state[whole]["sum"].copy_(state)
+    with mesh_elsewhere():
+        hand_over(optimizer, {whole: model.lm_head.weight})
+    assert torch.equal(optimizer.state[model.lm_head.weight]["sum"].full_tensor(), state)
+
+
+def pinned_once(folder: Path) -> None:
+    """FSDP2 finds each shard in pinned memory of the length that it gathers from, and copies none."""
+    made: list[torch.Tensor] = []
+
+    def pinned_empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(tuple(shape), dtype=dtype))
+        return made[-1]
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in made}
+
+    def new_zeros(tensor: torch.Tensor, *shape: Any) -> torch.Tensor:
+        assert tensor.is_meta, "a shard is copied to be padded"
+        return torch.zeros(*shape, dtype=tensor.dtype, device="meta")
+
+    with (
+        patched(pinned_empty=pinned_empty),
+        patch.object(torch.Tensor, "is_pinned", is_pinned),
+        patch.object(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a shard is copied into pinned memory")),
+        patch.object(torch.Tensor, "new_zeros", new_zeros),
+    ):
+        model: Any = build_meta_model(folder)
+        policy = CPUOffloadPolicy(pin_memory=True)
+        for layer in model.model.layers:
+            fully_shard(layer, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
+        load_weights(model, folder, progress=False)
+        kept = {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
+        model._get_fsdp_state()._lazy_init()
+        assert {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()} == kept
+    assert all(is_pinned(local_tensor(p)) for p in model.parameters())
+    assert len(made) == len(list(model.parameters())), "each shard once"
+    assert sum(t.nbytes for t in made) == sum(-(-p.shape[0] // 2) * p.nbytes // p.shape[0] for p in model.parameters())
+    assert_same_model(model, plain_model("llama", folder))
+
+
+def test_shards_stay_where_they_are_and_their_memory_is_made_once(folders: dict[str, Path]) -> None:
+    run_ranks(run_cases, 2, (stays_where_it_is, pinned_once), folders["llama"])
+
+
+# ---- blocks that the user names ----
+
+
+class Alpha(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.second(self.first(hidden).relu())
+
+
+class Beta(Alpha):
+    """The same under another name, so that nothing repeats."""
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.alpha, self.beta, self.head = nn.Embedding(64, 32), Alpha(), Beta(), nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.beta(self.alpha(self.table(ids))))
+
+
+def blocks_of_a_stranger() -> None:
+    torch.manual_seed(0)
+    model, policy = Strange(), WrapPolicy(block_types=("Alpha", "Beta"))
+    plan = make_wrap_plan(model, policy=policy)
+    assert plan.blocks == ("alpha", "beta") and WrapPlan.from_json(plan.to_json()) == plan
+    shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+    layers = {f"{block}.{layer}" for block in plan.blocks for layer in ("first", "second")}
+    assert set(float8_layers(ModuleTree(model), Float8Policy())) == layers
+    optimizer = Muon(model, lr=0.1)
+    assert {name.removesuffix(".weight") for name in optimizer.matrices.matrices} == layers
+    model(torch.arange(8)[None] + dist.get_rank()).sum().backward()
+    optimizer.step()
+
+
+def test_the_users_blocks_are_everybodys() -> None:
+    run_ranks(blocks_of_a_stranger, 2)
