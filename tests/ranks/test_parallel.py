@@ -311,8 +311,8 @@ def files_and_bytes_do_not_know_of_it(combinations, parent):
         assert files_in(target / "at once") == files_in(plain / "at once"), what
 
 
-def quantised_files_are_read_in_parts(kinds, parent):
-    for kind, layouts, other in kinds:
+def quantised_files_are_read_in_parts(parent):
+    for kind, layouts, other in (("fp8 experts", PAIRS, None), ("mxfp4", PAIRS[1:], partial(gpt_oss, 4))):
         folder = parent / kind
         if dist.get_rank() == 0:
             make_quantized(kind, folder, other)
@@ -328,27 +328,26 @@ def quantised_files_are_read_in_parts(kinds, parent):
                 assert apart(parameter, theirs.get_parameter(name)) == 0.0, (kind, dims, name)
 
 
-def resized(kinds, parent):
+def resized(parent):
     """Other numbers of tokens, while loading and of a model that is divided: as on one axis, and trained alike."""
-    for kind in kinds:
-        folder = folder_of(kind, parent)
-        said = refusal(partial(from_pretrained, folder, mesh=PAIRS[0], num_tokens=141, **QUIET))
-        assert "cannot be divided by tp_size 2. Add rows: from_pretrained(…, pad_to_multiple_of=2)" in said
-        found = []
-        for dims in (ParallelDims(), PAIRS[0]):
-            model = from_pretrained(folder, mesh=dims, **QUIET)
-            if dims.tp_size == 2:
-                said = refusal(partial(resize_token_embeddings, model, 141))
-                assert "of 141 tokens cannot be divided by tp_size 2. Add rows: pad_to_multiple_of=2." in said
-            resize_token_embeddings(model, 141, pad_to_multiple_of=2)
-            ids = torch.arange(130, 142)[None]
-            loss = model.train()(input_ids=ids, labels=ids).loss
-            found.append((loss.detach(), model))
-            while_loading = from_pretrained(folder, mesh=dims, num_tokens=141, pad_to_multiple_of=2, **QUIET)
-            torch.testing.assert_close(while_loading.train()(input_ids=ids, labels=ids).loss, loss)
-        torch.testing.assert_close(found[0][0], found[1][0])
-        for name, parameter in found[0][1].named_parameters():
-            assert apart(found[1][1].get_parameter(name), full(parameter)) < 1e-6, name
+    folder = folder_of("llama", parent)
+    said = refusal(partial(from_pretrained, folder, mesh=PAIRS[0], num_tokens=141, **QUIET))
+    assert "cannot be divided by tp_size 2. Add rows: from_pretrained(…, pad_to_multiple_of=2)" in said
+    found = []
+    for dims in (ParallelDims(), PAIRS[0]):
+        model = from_pretrained(folder, mesh=dims, **QUIET)
+        if dims.tp_size == 2:
+            said = refusal(partial(resize_token_embeddings, model, 141))
+            assert "of 141 tokens cannot be divided by tp_size 2. Add rows: pad_to_multiple_of=2." in said
+        resize_token_embeddings(model, 141, pad_to_multiple_of=2)
+        ids = torch.arange(130, 142)[None]
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        found.append((loss.detach(), model))
+        while_loading = from_pretrained(folder, mesh=dims, num_tokens=141, pad_to_multiple_of=2, **QUIET)
+        torch.testing.assert_close(while_loading.train()(input_ids=ids, labels=ids).loss, loss)
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for name, parameter in found[0][1].named_parameters():
+        assert apart(found[1][1].get_parameter(name), full(parameter)) < 1e-6, name
 
 
 def exported(parent):
@@ -368,44 +367,24 @@ def exported(parent):
     assert_same_tensors(stored_tensors(out), stored_tensors(saved))
 
 
-NATIVE = {
-    "llama": {"tp_size": 2},
-    "qwen3_moe": {"tp_size": 2},  # whose fused gates transformers puts in order for its own files alone
-    "mixtral": {"ep_size": 2, "fsdp_size": 2},
-}
-
-
-def states_of_others(kinds, parent):
-    """DCP states as torchtitan (FSDP2) and transformers (its own layouts) write them, and what transformers' own
-    `save_pretrained(distributed_checkpoint=True)` leaves, are read in parts of any layout."""
+def states_of_others(parent):
+    """DCP states as torchtitan (FSDP2) writes them, and `save_pretrained(distributed_checkpoint=True)` of transformers,
+    which puts fused gates in order for its own files alone, are read in parts of any layout."""
     from transformers.distributed import DistributedConfig
 
-    for kind in kinds:
-        folder = folder_of("qwen3_moe" if kind == "torchtitan" else kind, parent)
-        sources = [parent / f"{kind} of others"]
-        if kind == "torchtitan":
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            for module in (*model.model.layers, model):
-                fully_shard(module)
-        else:
-            config = DistributedConfig(**NATIVE[kind])
-            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-            sources.append(parent / f"{kind} of transformers")
-            model.save_pretrained(sources[1], distributed_checkpoint=True)
-        if kind == "qwen3_moe":
-            del sources[0]
-        else:
-            dcp.save({"model": model.state_dict()}, checkpoint_id=sources[0])
-        plain = AutoModelForCausalLM.from_pretrained(folder)
-        for source in sources:
-            layouts = [ParallelDims(), BOTH] if kind == "torchtitan" else [PAIRS[kind != "llama"]]
-            for dims in layouts:
-                model = from_pretrained(source, config=folder, mesh=dims, **QUIET)
-                for name, parameter in model.named_parameters():
-                    assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (source, dims, name)
-
-
-DTYPES = [torch.float32, torch.bfloat16]
+    folder, sources = folder_of("qwen3_moe", parent), [parent / "of torchtitan", parent / "of transformers"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=sources[0])
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    model.save_pretrained(sources[1], distributed_checkpoint=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for source in sources:
+        for dims in (ParallelDims(), BOTH):
+            model = from_pretrained(source, config=folder, mesh=dims, **QUIET)
+            for name, parameter in model.named_parameters():
+                assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (source, dims, name)
 
 
 @pytest.mark.parametrize("layouts", [FOURS[4:5], pytest.param(FOURS, marks=pytest.mark.nightly)])
@@ -414,26 +393,10 @@ def test_four_ranks_read_and_write_their_parts(tmp_path, layouts):
     run_ranks(files_and_bytes_do_not_know_of_it, 4, made, tmp_path)
 
 
-TWO_RANKS = {
-    "files and bytes": partial(
-        files_and_bytes_do_not_know_of_it, [("llama", PAIRS[0], DTYPES[0]), ("qwen3_moe", PAIRS[1], DTYPES[1])]
-    ),
-    "quantised": partial(
-        quantised_files_are_read_in_parts, [("fp8 experts", PAIRS, None), ("mxfp4", PAIRS[1:], partial(gpt_oss, 4))]
-    ),
-    "resized": partial(resized, ("llama",)),
-    "exported": exported,
-    "states of others": partial(states_of_others, ("torchtitan", "qwen3_moe")),
-}
-RARE_TWO_RANKS = {
-    "quantised": partial(quantised_files_are_read_in_parts, [("fp8", PAIRS[:1], None)]),
-    "resized, tied": partial(resized, ("qwen3",)),
-    "states of others": partial(states_of_others, ("llama", "mixtral")),
-}
-
-
-@pytest.mark.parametrize("cases", [TWO_RANKS, pytest.param(RARE_TWO_RANKS, marks=pytest.mark.nightly)])
-def test_files_and_bytes_on_two_ranks(tmp_path, cases):
+def test_two_ranks_read_and_write_their_parts(tmp_path):
+    made = [("llama", TP, torch.float32), ("qwen3_moe", EP, torch.bfloat16)]
+    cases = {"files and bytes": partial(files_and_bytes_do_not_know_of_it, made)}
+    cases |= named(quantised_files_are_read_in_parts, resized, exported, states_of_others)
     run_ranks(run_cases, 2, cases, tmp_path)
 
 
