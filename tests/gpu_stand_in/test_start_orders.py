@@ -158,14 +158,7 @@ def _one_visible(ranks: list[dict[str, str]]) -> list[dict[str, str]]:
         pytest.param("model", [{}], [0], 600, id="alone, model first"),
     ],
 )
-def test_start_orders(
-    first: str,
-    ranks: list[dict[str, str]],
-    current: list[int],
-    timeout_s: int,
-    tmp_path: Path,
-    folders: dict[str, Path],
-) -> None:
+def test_start_orders(first: str, ranks: Any, current: list[int], timeout_s: int, tmp_path: Path, folders: Any) -> None:
     found = _start(first, ranks, folders["llama"], tmp_path / "out")
     assert [one["current"] for one in found] == current
     for one in found:
