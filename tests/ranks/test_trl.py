@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import ParallelismConfig
 from datasets import Dataset, load_from_disk
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -22,7 +22,7 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretr
 from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
-from tests.api import all_ranks, local_device, sharding_of
+from tests.api import all_ranks, sharding_of
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -31,13 +31,6 @@ STEPS = 2
 ROWS = STEPS * 4
 # The same numbers added in another order, over two AdamW steps (measured over four: 1e-6 apart).
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-
-
-# ---- data, arguments, models: all made on the spot ----
-
-
-def _accelerator(**settings: Any) -> Accelerator:
-    return make_accelerator(cpu=local_device().type == "cpu", **settings)
 
 
 def _texts(words: int, seed: int) -> list[str]:
@@ -53,8 +46,6 @@ def _rows(task: str) -> Dataset:
         return Dataset.from_dict({"prompt": prompts, "completion": good, "label": [True, False] * (ROWS // 2)})
     if task == "grpo":
         return Dataset.from_dict({"prompt": prompts})
-    if task == "classify":
-        return Dataset.from_dict({**word_tokenizer()(prompts), "labels": [n % 3 for n in range(ROWS)]})
     return Dataset.from_dict({"prompt": prompts, "chosen": good, "rejected": bad})
 
 
@@ -68,17 +59,11 @@ TRAINERS = {
     # the one loss of KTO whose value does not depend on how many rows a process has (no estimate of the divergence)
     "kto": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
-    "classify": (Trainer, TrainingArguments, {}),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
 }
 
-LABELS = {"reward": 1, "classify": 3}
+LABELS = {"reward": 1}
 """Outputs of the heads that score a sequence."""
-
-
-def _arguments(task: str, folder: Path, **settings: Any) -> Any:
-    _, config, own = TRAINERS[task]
-    return arguments(folder, config, **{"max_steps": STEPS, "learning_rate": 1e-3, "bf16": False, **own, **settings})
 
 
 def _model(task: str, source: Path, accelerator: Any = None) -> Any:
@@ -90,11 +75,12 @@ def _model(task: str, source: Path, accelerator: Any = None) -> Any:
 
 
 def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
-    base = TRAINERS[task][0]
+    base, config, own = TRAINERS[task]
     kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
     extra = ({"reward_funcs": _reward} if task == "grpo" else {}) | (extra or {})
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
-    args = _arguments(task, folder, **settings)
+    own = {"max_steps": STEPS, "learning_rate": 1e-3, "bf16": False, **own, **settings}
+    args = arguments(folder, config, **own)
     return kind(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **extra)
 
 
@@ -117,19 +103,11 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
     return {"llama": folders["llama"], "tied": folders["tied"], **heads}
 
 
-# ---- the trainers, a plain model and one of from_pretrained ----
-
 ROUTES = ("plain", "sharded", "shared rows")
 FAST = ("sft, shared rows", "dpo, sharded", "reward, sharded")  # and a plain one below: `given_plain`
 ADAPTED_FAST = {"sft, adapted": "sharded", "sft, adapted by prepare": "plain"}
 """TRL adds the adapter, to shards or to a plain model."""
-SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
-
-
-def _routes(task: str) -> tuple[str, ...]:
-    """Heads that score a sequence need all of it on one rank."""
-    is_shared = task not in LABELS and "get_tp_size" in Trainer.compute_loss.__code__.co_names  # not in 5.17
-    return ROUTES if is_shared else ROUTES[:2]
+SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
 
 
 def _one_trainer(task, route, sources, folder, extra=None):
@@ -137,9 +115,9 @@ def _one_trainer(task, route, sources, folder, extra=None):
     if route == "shared rows":  # both ranks have the batch of one process
         shared = ParallelismConfig(cp_size=2)
         settings = {"parallelism_config": shared, "per_device_train_batch_size": 4}
-        accelerator = _accelerator(parallelism_config=shared)
+        accelerator = make_accelerator(parallelism_config=shared)
     elif route == "sharded":
-        accelerator = _accelerator()
+        accelerator = make_accelerator()
     model = _model(task, sources[kind], accelerator)
     trainer = _trainer(task, model, folder / task / route, mixed=True, extra=extra, **settings)
     trainer.train()
@@ -156,7 +134,7 @@ def _one_trainer(task, route, sources, folder, extra=None):
 def tokens_are_counted_once(sources, folder):
     """Two ranks share layers, and with them their rows: the count is that of one process."""
     shared = ParallelismConfig(tp_size=2)
-    accelerator = _accelerator(parallelism_config=shared)
+    accelerator = make_accelerator(parallelism_config=shared)
     model = from_config(tiny_config("llama", 2), accelerator=accelerator)
     settings = {"parallelism_config": shared, "per_device_train_batch_size": 4, "max_steps": 1}
     trainer = _trainer("sft", model, folder / "counted", mixed=True, **settings)
@@ -171,7 +149,7 @@ def dpo_alone(checkpoints, tmp_path_factory) -> list[float]:
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "others"])
 def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tmp_path, fast):
-    every = ((task, route) for task in SOURCES for route in _routes(task))
+    every = ((task, route) for task in SOURCES for route in ROUTES[: 2 if task in LABELS else 3])
     pairs = [pair for pair in every if (", ".join(pair) in FAST) == fast]
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task, route in pairs}
     others = {task for task, _ in pairs} - {"dpo"}
@@ -206,7 +184,7 @@ def given_plain(sources, folder):
 
 def precomputed_by_shards(sources, folder):
     """TRL hashes a digest of all shards, the same on every rank, and finds the values again under it."""
-    accelerator = _accelerator()
+    accelerator = make_accelerator()
     policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
     trainer = _short_run(folder, policy, {"ref_model": reference}, **rows)
@@ -222,7 +200,7 @@ def precomputed_by_shards(sources, folder):
 
 def synced(sources, folder):
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **sync)
+    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator()), **sync)
     for mine, theirs in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local()), "the reference follows the policy, shard by shard"
     return logged(trainer)
@@ -230,7 +208,7 @@ def synced(sources, folder):
 
 def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
-    model = _model("dpo", sources["tied"], _accelerator())
+    model = _model("dpo", sources["tied"], make_accelerator())
     with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
         _short_run(folder, model, {"ref_model": alone})
 
@@ -285,7 +263,7 @@ def _rank_0_reads(sources, folder):
 def _scored_by_a_model(sources, folder):
     scorer = _model("reward", sources["reward"])
     rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, word_tokenizer()]}
-    trainer = _trainer("grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, extra=rewards)
+    trainer = _trainer("grpo", _model("grpo", sources["llama"], make_accelerator()), folder, mixed=True, extra=rewards)
     trainer.train()
     assert num_units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
     assert len(logged(trainer, "reward")) == STEPS
