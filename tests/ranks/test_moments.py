@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained, unsharded
-from hf_fsdp_tools.sharding import hf_interface, recompute
+from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import KINDS, RELEASE, full, randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -229,20 +228,6 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
     raise AssertionError(f"these greedy texts cannot end at other lengths: {made.tolist()}")
 
 
-def tokens_are_those_of_one_process(folder: Path) -> None:
-    """Where the weights fit, each unit is gathered once, else once for each token."""
-    for dtype, held in ((torch.float32, {}), (torch.bfloat16, {"dtype": "float32", "mp_policy": "bf16"})):
-        plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model: Any = from_pretrained(folder, **held)
-        expected = plain.generate(input_ids=PROMPTS, **GREEDY)
-        units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
-        for free, count in ((10**9, units), (0, units * tokens)):
-            with gathers_counted() as gathers, patch.object(hf_interface, "free_bytes", lambda _, free=free: free):
-                made = model.eval().generate(input_ids=mine(PROMPTS), **GREEDY)
-            assert torch.equal(made, mine(expected)), held
-            assert len(gathers) == count and is_sharded(model), (held, len(gathers))
-
-
 def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     asked = unlike_lengths(plain)
@@ -276,10 +261,7 @@ def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
         assert model.generate(PROMPTS[: dist.get_rank() + 1], **GREEDY).shape[0] == dist.get_rank() + 1
 
 
-CASES = (
-    tokens_are_those_of_one_process, a_rank_whose_rows_end_early_keeps_no_other_waiting,
-    one_rank_generates_alone_while_weights_are_gathered,
-)  # fmt: skip
+CASES = (a_rank_whose_rows_end_early_keeps_no_other_waiting, one_rank_generates_alone_while_weights_are_gathered)
 
 
 def test_generation_on_shards(folders):
