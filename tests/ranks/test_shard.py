@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_fsdp_tools import (
     ConfigError,
@@ -60,7 +59,7 @@ def _batches(ranks: int) -> torch.Tensor:
 
 
 @SMALL
-def inference_first():
+def inference_first(folder):
     """FSDP2 alone stops in training; for dimensions other than 0, in inference mode itself."""
     for kind in ("mixtral", "tied"):
         model, plain = make_model(kind), make_model(kind)
@@ -97,7 +96,7 @@ class Awkward(nn.Module):
         return x @ (self.transposed + self.sliced + self.expanded).t()
 
 
-def awkward_parameters_train_or_are_refused_by_name() -> None:
+def awkward_parameters_train_or_are_refused_by_name(folder) -> None:
     torch.manual_seed(0)
     plain = Awkward()
     model = copy.deepcopy(plain)
@@ -119,7 +118,7 @@ def awkward_parameters_train_or_are_refused_by_name() -> None:
         shard_model(plain, make_wrap_plan(plain))
 
 
-def alone():
+def alone(folder):
     model = make_model("llama")
     plan = make_wrap_plan(model)
     shard_model(model, plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -139,7 +138,7 @@ def alone():
     assert re.search(r"weights +float32, 183\.7 kB on this rank(.|\n)*computation +bfloat16", describe_sharding(model))
 
 
-def half_of_the_ranks_can_shard_a_model():
+def half_of_the_ranks_can_shard_a_model(folder):
     """Two models on two halves of the ranks, with different plans; and plans that differ within a half."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
@@ -182,48 +181,42 @@ def code_of_the_user_is_saved_with_the_model(folder):
     assert torch.equal(again.lm_head.weight, full(model.lm_head.weight))
 
 
-# ---- the cases by number of ranks ----
-
-
-def on_two(folder) -> None:
-    with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
-        run_cases({
-            "awkward parameters": awkward_parameters_train_or_are_refused_by_name,
-            "code of the user": partial(code_of_the_user_is_saved_with_the_model, folder),
-        })  # fmt: skip
-
-
-def on_four() -> None:
-    run_cases([half_of_the_ranks_can_shard_a_model, padding_of_other_peoples_sharding_is_found])
-
-
-@pytest.mark.parametrize(("ranks", "cases"), [(1, alone), (2, on_two), (3, inference_first), (4, on_four)])
-def test_a_sharded_model_computes_what_the_plain_one_does(ranks, cases, tmp_path):
-    folder = (make_checkpoint("llama", tmp_path / "model"),) if cases is on_two else ()
-    run_ranks(cases, ranks, *folder)
-
-
 # ---- fused experts on more ranks than there are experts: split along another dimension, and all else as ever ----
 
 
 @SMALL
-def load_train_and_save(folder, to, replicas):
-    accelerator = make_accelerator()
-    mesh = ParallelDims(dp_replicate_size=replicas).build_mesh("cpu")
-    model = from_pretrained(folder, mesh=mesh, attn_implementation="eager")
+def load_train_and_save(folder):
+    """6 experts on 4 ranks: 2, 2, 2 and 0 of them, padded by a third, were dimension 0 split."""
+    folder, accelerator = folder.with_name("six experts"), make_accelerator()
+    if dist.get_rank() == 0:
+        config = make_model("mixtral").config
+        config.num_local_experts = 6
+        randomize(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    dist.barrier()
+    model = from_pretrained(folder, attn_implementation="eager")
     model.config._experts_implementation = "eager"  # the grouped matrix product refuses these awkward sizes
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     plain.config._experts_implementation = "eager"
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.placements[-1] == Shard(2) and experts.down_proj.placements[-1] == Shard(1)
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
-    assert here < 1.2 / mesh.shape[-1] * sum(parameter.numel() for parameter in plain.parameters())
+    assert here < 1.2 / 4 * sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(full(parameter), plain.get_parameter(name)), name
     assert not [f for f in diagnose(model).findings if f.code == "padded-shards"]
     batches = torch.randint(3, 131, (2, dist.get_world_size(), 9), generator=torch.Generator().manual_seed(1))
-    text = describe_sharding(model)
-    neighbours_read_half_each(model, folder)
+    line = "split along dimension 2, having too few rows for 4 ranks: model.layers.{0..1}.mlp.experts.gate_up_proj"
+    assert line in describe_sharding(model)
+    # Two ranks read 3 experts each with the rows of both; what one of them cannot read stops all.
+    together = load_weights(model, folder)
+    with patched(LEAST_RUN=0):
+        apart = load_weights(model, folder)
+    assert together.share_bytes == apart.share_bytes and together.bytes_read < apart.bytes_read
+    failing = patch("os.preadv", side_effect=OSError(5, "a bad disk"))
+    with failing if dist.get_rank() == 1 else nullcontext():
+        message = refusal(lambda: load_weights(model, folder, staging_bytes=2**20))
+    assert "a bad disk" in message and len(set(all_ranks(message))) == 1
+    load_weights(model, folder)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     rows = [{"input_ids": batch, "labels": batch} for batch in batches[:, dist.get_rank(), None]]
     train(model, optimizer, rows, accelerator=accelerator, clip=0.1)
@@ -231,39 +224,13 @@ def load_train_and_save(folder, to, replicas):
     train(plain, torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.9), rows, clip=0.1)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter), plain.get_parameter(name), rtol=1e-4, atol=2e-5, msg=name)
-    save_pretrained(model, to)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(to).state_dict().items():
+    save_pretrained(model, folder / "saved")
+    for name, tensor in AutoModelForCausalLM.from_pretrained(folder / "saved").state_dict().items():
         assert torch.equal(full(model.get_parameter(name)), tensor), name
-    return text
-
-
-def neighbours_read_half_each(model: nn.Module, folder) -> None:
-    """Of 6 experts, two ranks read 3 each with the rows of both; what one of them cannot read stops all."""
-    together = load_weights(model, folder)
-    with patched(LEAST_RUN=0):
-        alone = load_weights(model, folder)
-    is_reader = dist.get_rank() < model.model.norm.weight.device_mesh.shape[-1]  # of the first replica
-    assert together.share_bytes == alone.share_bytes and (together.bytes_read < alone.bytes_read) == is_reader
-    failing = patch("os.preadv", side_effect=OSError(5, "a bad disk"))
-    with failing if dist.get_rank() == 1 else nullcontext():
-        message = refusal(lambda: load_weights(model, folder, staging_bytes=2**20))
-    assert "a bad disk" in message and len(set(all_ranks(message))) == 1
-    load_weights(model, folder)
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.nightly)])
-def test_experts_on_more_ranks_than_experts_divide_by(folders, tmp_path, ranks, replicas):
-    """6 experts on 4 ranks: 2, 2, 2 and 0 of them, padded by a third, were dimension 0 split."""
-    folder = tmp_path / "model"
-    config = AutoConfig.from_pretrained(folders["mixtral"], num_local_experts=6)
-    randomize(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
-    texts = run_ranks(load_train_and_save, ranks, folder, tmp_path / "saved", replicas)
-    line = "split along dimension 2, having too few rows for 4 ranks: model.layers.{0..1}.mlp.experts.gate_up_proj"
-    assert all(line in text for text in texts)
 
 
 @SMALL
-def padding_of_other_peoples_sharding_is_found() -> None:
+def padding_of_other_peoples_sharding_is_found(folder) -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model.experts = nn.Parameter(torch.zeros(2, 24, 10))
     fine = copy.deepcopy(model)
@@ -371,10 +338,6 @@ def pinned_once(folder: Path) -> None:
     assert_same_model(model, plain_model("llama", folder))
 
 
-def test_shards_stay_where_they_are_and_their_memory_is_made_once(folders: dict[str, Path]) -> None:
-    run_ranks(run_cases, 2, (stays_where_it_is, pinned_once), folders["llama"])
-
-
 # ---- blocks that the user names ----
 
 
@@ -400,7 +363,7 @@ class Strange(nn.Module):
         return self.head(self.beta(self.alpha(self.table(ids))))
 
 
-def blocks_of_a_stranger() -> None:
+def blocks_of_a_stranger(folder: Path) -> None:
     torch.manual_seed(0)
     model, policy = Strange(), WrapPolicy(block_types=("Alpha", "Beta"))
     plan = make_wrap_plan(model, policy=policy)
@@ -414,5 +377,20 @@ def blocks_of_a_stranger() -> None:
     optimizer.step()
 
 
-def test_the_users_blocks_are_everybodys() -> None:
-    run_ranks(blocks_of_a_stranger, 2)
+def on_two(folder) -> None:
+    with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
+        run_cases([
+            awkward_parameters_train_or_are_refused_by_name, code_of_the_user_is_saved_with_the_model,
+            stays_where_it_is, pinned_once, blocks_of_a_stranger,
+        ], folder)  # fmt: skip
+
+
+def on_four(folder) -> None:
+    run_cases(
+        [half_of_the_ranks_can_shard_a_model, padding_of_other_peoples_sharding_is_found, load_train_and_save], folder
+    )
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, alone), (2, on_two), (3, inference_first), (4, on_four)])
+def test_a_sharded_model_computes_what_the_plain_one_does(ranks, cases, tmp_path):
+    run_ranks(cases, ranks, make_checkpoint("llama", tmp_path / "model"))
