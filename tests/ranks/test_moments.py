@@ -142,7 +142,7 @@ TWO = (
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "mixtral")}
     for kind in made:
         randomize(AutoModelForCausalLM.from_config(tiny_config(kind, 2))).save_pretrained(made[kind])
@@ -150,8 +150,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, ONE), (2, TWO)])
-def test_each_act_is_that_of_one_plain_model(ranks: int, cases: Any, folders: dict[str, Path]) -> None:
-    run_ranks(run_cases, ranks, cases, folders)
+def test_each_act_is_that_of_one_plain_model(ranks: int, cases: Any, even: dict[str, Path]) -> None:
+    run_ranks(run_cases, ranks, cases, even)
 
 
 def draw_by_own_seeds(folder: Path) -> list[torch.Tensor]:
