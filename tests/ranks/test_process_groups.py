@@ -29,20 +29,9 @@ from hf_fsdp_tools.distributed import liveness
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
-from tests.api import all_ranks, gather_to_first, local_device, timeout_of, wait_for_all_ranks
+from tests.api import gather_to_first, local_device, timeout_of, wait_for_all_ranks
 
 SECONDS = timedelta(seconds=77)
-
-
-def _without_cpus(folder: Path, backend: str) -> tuple[int, int]:
-    """Start the default group anew, with one backend and none for CPUs; on a GPU bound to it, as torch advises."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    wait_for_all_ranks()  # so that nothing is under way
-    dist.destroy_process_group()
-    store = dist.FileStore(str(folder / "other store"), size)
-    bound = torch.device("cuda", rank) if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
-    return rank, size
 
 
 def _threads_of(group: Any) -> tuple[int, timedelta]:
@@ -88,8 +77,13 @@ def test_collectives_of_gloo_run_on_one_thread(folders: dict[str, Path]) -> None
 
 def _given_a_backend(model: Path, out: Path) -> list[float]:
     on_cpu = local_device().type == "cpu"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wait_for_all_ranks()  # so that nothing is under way
+    dist.destroy_process_group()
     backend = "cuda:gloo" if on_cpu else "nccl"  # the first: gloo for a kind of device that is not there
-    rank, size = _without_cpus(out, backend)
+    store = dist.FileStore(str(out / "other store"), size)
+    bound = torch.device("cuda", rank) if backend == "nccl" else None  # to a GPU, as torch advises
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
     name = dist.group.WORLD.group_name
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
@@ -116,22 +110,20 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     whole = gather_to_first(next(sharded.parameters()), staging_bytes=1000)
     assert (whole is None) == (rank > 0)
     if size > 1:
-        _waiting(accelerator, rank)
+        _waiting(accelerator, rank, out / "done")
     return losses
 
 
-def _waiting(accelerator: Any, rank: int) -> None:
+def _waiting(accelerator: Any, rank: int, done: Path) -> None:
     """With all collectives forbidden; rank 0 is busy."""
     refused = patch.multiple(dist, barrier=None, all_reduce=None, all_gather_object=None, broadcast_object_list=None)
     with refused:
-        time.sleep(3 if rank == 0 else 0)
+        time.sleep(1 if rank == 0 else 0)
         accelerator.wait_for_everyone()
-        order = []
         with accelerator.main_process_first():
-            order.append(time.time())
-            time.sleep(0.5 if rank == 0 else 0)
-        began = [one[0] for one in all_ranks(order)]
-        assert began[1] - began[0] > 0.2, "rank 1 begins once rank 0 is through"
+            time.sleep(0.2 if rank == 0 else 0)
+            assert done.exists() == (rank > 0), "rank 1 begins once rank 0 is through"
+            done.touch()
         # What fails on the first rank stops the others, which would wait for the group's time limit.
         with pytest.raises(ConfigError, match="no room"), accelerator.main_process_first():
             assert rank == 0, "not begun"
