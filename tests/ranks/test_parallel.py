@@ -125,12 +125,10 @@ def layout_trains(kind, dims, parent, **options):
 
 ADAPTERS = {
     "llama": {"target_modules": ["q_proj", "o_proj", "lm_head", "embed_tokens"]},
-    "llama, trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "qwen3_moe": {
         "target_modules": ["q_proj", "o_proj", "experts.gate_up_proj"],  # which PEFT turns into a parameter
         "target_parameters": ["experts.down_proj"],
     },
-    "gpt_oss": {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
 }
 
 
@@ -138,7 +136,7 @@ def _adapted(kind: str, dims: ParallelDims, of: ParallelDims, parent: Path, name
     """Loss, norm and gradients of LoRA under a layout on the rows of another, and the folder in which it is saved."""
     config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS[kind])
     load_kwargs = {"progress": False, "seed": 3}
-    folder = folder_of(kind.partition(",")[0], parent)
+    folder = folder_of(kind, parent)
     model = from_pretrained(folder, mesh=dims, peft_config=config, load_kwargs=load_kwargs).train()
     _, mine = rows(of, 0)
     loss = model(input_ids=mine, labels=mine, use_cache=False).loss
@@ -150,21 +148,19 @@ def _adapted(kind: str, dims: ParallelDims, of: ParallelDims, parent: Path, name
     return loss.detach(), norm, whole, parent / name / "adapter_model.safetensors", model
 
 
-def adapters_are_divided(kinds, layouts, parent):
+def adapters_are_divided(kind, dims, parent):
     """LoRA of column- and row-wise layers, the head, a table, and experts: as on one axis, saved alike, and loaded."""
-    for kind in kinds:
-        for dims in layouts:
-            what = f"{kind} {dims}"
-            loss, norm, gradients, file, _ = _adapted(kind, ParallelDims(), dims, parent, f"{what} plain")
-            ours, own_norm, own, saved, model = _adapted(kind, dims, dims, parent, what)
-            torch.testing.assert_close((ours, own_norm), (loss, norm), msg=lambda text, w=what: f"{w}: {text}")
-            assert own.keys() == gradients.keys(), what
-            worst = max((apart(own[name], whole), name) for name, whole in gradients.items())
-            assert worst[0] < 2e-6, (what, worst)
-            assert saved.read_bytes() == file.read_bytes(), what
-            again = from_pretrained(saved.parent, mesh=dims, is_trainable=True, **QUIET)
-            for name, parameter in model.named_parameters():
-                assert torch.equal(local_tensor(parameter), local_tensor(again.get_parameter(name))), (what, name)
+    what = f"{kind} {dims}"
+    loss, norm, gradients, file, _ = _adapted(kind, ParallelDims(), dims, parent, f"{what} plain")
+    ours, own_norm, own, saved, model = _adapted(kind, dims, dims, parent, what)
+    torch.testing.assert_close((ours, own_norm), (loss, norm), msg=lambda text, w=what: f"{w}: {text}")
+    assert own.keys() == gradients.keys(), what
+    worst = max((apart(own[name], whole), name) for name, whole in gradients.items())
+    assert worst[0] < 2e-6, (what, worst)
+    assert saved.read_bytes() == file.read_bytes(), what
+    again = from_pretrained(saved.parent, mesh=dims, is_trainable=True, **QUIET)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(local_tensor(parameter), local_tensor(again.get_parameter(name))), (what, name)
 
 
 def refused(parent):
@@ -266,21 +262,11 @@ def test_ranks_train_as_one_process(tmp_path, ranks):
 
 def test_what_else_is_done_by_two_ranks(tmp_path):
     cases = {
-        "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1], tmp_path),
-        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe",), PAIRS[1:], tmp_path),
-        **{case.__name__: partial(case, tmp_path) for case in (refused, logits_stay_in_parts)},
+        "adapters of layers": partial(adapters_are_divided, "llama", TP),
+        "adapters of experts": partial(adapters_are_divided, "qwen3_moe", EP),
+        **named(refused, logits_stay_in_parts),
     }
-    run_ranks(run_cases, 2, cases)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("ranks", "kind", "layouts"),
-    [(2, "gpt_oss", PAIRS), (4, "qwen3_moe", FOURS[:4]), (4, "llama, trained whole", FOURS[:1])],
-)
-def test_four_ranks_divide_adapters(tmp_path, ranks, kind, layouts):
-    """Also a layer that is trained whole, cut among the ranks of a layer and again among shards."""
-    run_ranks(adapters_are_divided, ranks, (kind,), layouts, tmp_path)
+    run_ranks(run_cases, 2, cases, tmp_path)
 
 
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
