@@ -140,11 +140,9 @@ def hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called(folder: 
 
 
 OPTIMIZERS = (
-    hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called,
-    an_optimizer_of_ones_own_is_taken,
-    groups_are_parted_for_a_step_only,
-    optimizers_that_cannot_step_shards_are_refused,
-)
+    hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called, an_optimizer_of_ones_own_is_taken,
+    groups_are_parted_for_a_step_only, optimizers_that_cannot_step_shards_are_refused,
+)  # fmt: skip
 
 
 def test_optimizers_of_ones_own_and_of_mixed_groups_step_as_on_one_process(
@@ -227,10 +225,9 @@ def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]
 
 
 HOSTS = (
-    a_batch_size_is_found_where_memory_ends,
-    a_device_map_of_a_plain_model_is_forgotten,
+    a_batch_size_is_found_where_memory_ends, a_device_map_of_a_plain_model_is_forgotten,
     fsdp1_trains_on_cpus_by_the_launchers_variables,
-)
+)  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="the batch size finder needs torch 2.13")
