@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
+    ParallelDims,
     ParameterEMA,
     WrapPolicy,
     from_pretrained,
@@ -67,7 +68,7 @@ WAYS = {
     "sharded": ("llama", {}),
     "tied": ("tied", {"policy": WrapPolicy(replicate=("model.norm.weight",))}),
     "lora": ("llama", {"peft_config": LORA}),
-    "bf16": ("llama", {"dtype": "bf16"}),
+    "bf16": ("llama", {"dtype": "bf16", "mesh": ParallelDims(dp_replicate_size=2)}),
 }
 """(kind of checkpoint, options of `from_pretrained`)."""
 
