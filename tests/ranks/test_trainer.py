@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import dispatch_model
-from peft import LoraConfig
 from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -67,9 +66,6 @@ def alone(folder: Path, own: bool = False, **settings: Any) -> list[float]:
     model = plain_model(folder)
     optimizers = own_optimizer(model) if own else None
     return trained(Trainer, model, folder, optimizers, per_device_train_batch_size=4, **settings)
-
-
-# ---- optimizers ----
 
 
 def an_optimizer_of_ones_own_is_taken(folder: Path) -> list[list[float]]:
@@ -155,16 +151,9 @@ def test_optimizers_of_ones_own_and_of_mixed_groups_step_as_on_one_process(
             close(losses, own)
 
 
-# ---- the Trainer and Accelerate ----
-
-
 class Crowded(ShardedTrainer):
-    at_once = False
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         crowded = model.training and inputs["input_ids"].shape[0] > 2
-        if crowded and self.at_once:
-            raise_full()
         handle = model.model.layers[1].mlp.register_forward_pre_hook(raise_full) if crowded else None
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -173,20 +162,13 @@ class Crowded(ShardedTrainer):
                 handle.remove()
 
 
-class CrowdedAtOnce(Crowded):
-    at_once = True
-
-
 def raise_full(*_: Any) -> None:
     raise RuntimeError("CUDA out of memory. Tried to allocate")
 
 
 def a_batch_size_is_found_where_memory_ends(folder: Path) -> list[list[float]]:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
-    trained(CrowdedAtOnce, sharded(folder, peft_config=lora), folder, **settings)
-    makes = [(Crowded, sharded), (CrowdedAtOnce, plain_model)]
-    return [trained(kind, make(folder), folder, **settings) for kind, make in makes]
+    return [trained(Crowded, make(folder), folder, **settings) for make in (sharded, plain_model)]
 
 
 def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:
