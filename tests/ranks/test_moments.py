@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained, unsharded
 from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-from tests._checkpoints import KINDS, RELEASE, full, randomize, refusal, tiny_config
+from tests._checkpoints import RELEASE, full, randomize, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import apart, full_gradients
@@ -170,7 +170,7 @@ def test_replicas_draw_alike_with_seeds_of_their_own(folders: dict[str, Path]) -
     assert not torch.equal(ranks[0][0], ranks[1][0][: len(ranks[0][0])])
 
 
-def use_caches(kind: str) -> tuple[list[bool], int]:
+def use_caches() -> tuple[list[bool], int]:
     """`use_cache` of a model's configs while it is trained compiled, and how often a block's compiled code ran."""
     calls = 0
 
@@ -179,16 +179,15 @@ def use_caches(kind: str) -> tuple[list[bool], int]:
         calls += 1
         return graph.forward
 
-    model: Any = KINDS[kind]() if kind in KINDS else AutoModelForImageTextToText.from_config(tiny_config(kind))
+    model: Any = AutoModelForImageTextToText.from_config(tiny_config("llava"))
     model = shard_model(model, make_wrap_plan(model), compile={"backend": backend}).train()
     model(input_ids=rows()["input_ids"][:, :8])
     configs = (model.config, model.config.get_text_config())
     return [bool(getattr(config, "use_cache", False)) for config in configs], calls
 
 
-@pytest.mark.parametrize("kind", ["llama", "llava"])
-def test_blocks_of_a_nested_config_are_compiled(kind: str) -> None:
-    ((caches, calls),) = run_ranks(use_caches, 1, kind)
+def test_blocks_of_a_nested_config_are_compiled() -> None:
+    ((caches, calls),) = run_ranks(use_caches, 1)
     assert caches == [False, False] and calls > 0
 
 
@@ -261,8 +260,6 @@ def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
         assert model.generate(PROMPTS[: dist.get_rank() + 1], **GREEDY).shape[0] == dist.get_rank() + 1
 
 
-CASES = (a_rank_whose_rows_end_early_keeps_no_other_waiting, one_rank_generates_alone_while_weights_are_gathered)
-
-
 def test_generation_on_shards(folders):
-    run_ranks(run_cases, 2, CASES, folders["llama"])
+    cases = (a_rank_whose_rows_end_early_keeps_no_other_waiting, one_rank_generates_alone_while_weights_are_gathered)
+    run_ranks(run_cases, 2, cases, folders["llama"])

@@ -58,15 +58,6 @@ def _needs(gpus: int) -> Any:
     return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
 
 
-on_each = pytest.mark.parametrize(
-    ("device", "ranks"),
-    [
-        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
-        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
-    ],
-)
-
-
 def _is_gpu() -> bool:
     return local_device().type == "cuda"
 
@@ -76,25 +67,22 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, count: int = STEPS) -> list[float]:
+def _steps(model: nn.Module, count: int = STEPS) -> list[float]:
     """A plain training loop."""
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return train(model.train(), optimizer, [_batch()] * count, clip=0.5)
 
 
-def _expected(folder: Path, count: int = STEPS) -> list[float]:
+def _expected(folder: Path) -> list[float]:
     """The same steps without any of this, on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
-    return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * count, clip=0.5)
+    return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * STEPS, clip=0.5)
 
 
 def _close(found: list[float], expected: list[float], rtol: float = 1e-4) -> None:
     # fp32: a GPU adds in another order (TF32 is off by default), and AdamW's steps carry that on
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
-
-
-# ---- loading ----
 
 
 def _loading(folder: Path, out: Path) -> None:
@@ -177,9 +165,6 @@ def _staged(folder: Path) -> None:
         stream.truncate(tensor.nbytes // 2)
     with pytest.raises(CheckpointError, match="shrank"):  # while copies of the first half are under way
         read_transfers([Transfer(**every_second, memory=memory)], staging_bytes=2**20)
-
-
-# ---- precision ----
 
 
 WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
@@ -377,9 +362,10 @@ def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
     return run_cases({name: case for name, case in cases.items() if not few or name in FEW})
 
 
-@on_each
-def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, False, device=device, timeout_s=500)
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=_needs(count)) for count in (1, 2)])
+def test_all_that_a_device_can_break(ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, False, device="cuda", timeout_s=500)
 
 
 def test_what_a_device_can_break_on_the_cpu(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -77,10 +77,6 @@ def loaded(kind: str, folder: Path, *, dequantize: bool, **options: Any) -> Any:
     return from_pretrained(folder / kind, dequantize=dequantize, **QUIET, **{"peft_config": lora, **options})
 
 
-def packed_and_floats(kind: str, folder: Path, **options: Any) -> tuple[Any, Any]:
-    return loaded(kind, folder, dequantize=False, **options), loaded(kind, folder, dequantize=True, **options)
-
-
 def one_pass(model: Any, *, is_training: bool = True, sharers: int = 1) -> dict[str, torch.Tensor]:
     """Loss, logits, and the whole gradient of each adapter; so many ranks have the same rows."""
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank() // sharers))
@@ -110,7 +106,7 @@ def parities(combinations: list[tuple[str, str]], folder: Path) -> None:
     for kind, precision in combinations:
         is_grouped = kind in EXPERTS and precision == "bf16"
         options = PRECISIONS[precision] | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
-        ours, theirs = packed_and_floats(kind, folder, **options)
+        ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
         assert packed_parameters(ours), kind
         for mode in (True, False):
             found, run = one_pass(ours, is_training=mode), partial(one_pass, theirs, is_training=mode)
@@ -124,12 +120,9 @@ def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, com
     run_ranks(partial(parities, combinations), 2, checkpoints)
 
 
-SAMPLE = ("compressed nvfp4", "gptq experts")
-
-
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 4))])
 def test_uneven_shards_give_the_same(checkpoints, ranks):
-    run_ranks(partial(parities, [(kind, "mixed") for kind in SAMPLE]), ranks, checkpoints)
+    run_ranks(partial(parities, [(kind, "mixed") for kind in ("compressed nvfp4", "gptq experts")]), ranks, checkpoints)
 
 
 def compiled(folder: Path, tmp: Path) -> None:

@@ -25,7 +25,6 @@ from hf_fsdp_tools import (
     rank_timeout,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed import liveness
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
@@ -198,11 +197,6 @@ def rank_0_alone_runs_forward(folder: Path) -> None:
             accelerator.wait_for_everyone()
 
 
-def cases(folder: Path) -> None:
-    with patch.object(liveness, "_BEAT_S", 0.1):
-        run_cases((rank_0_alone_saves, rank_0_alone_calls, rank_0_alone_runs_forward), folder)
-
-
 def test_what_rank_0_does_alone_is_named_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     copytree(folders["llama"], tmp_path / "llama")  # a run writes into it
-    run_ranks(cases, 2, tmp_path / "llama")
+    run_ranks(run_cases, 2, (rank_0_alone_saves, rank_0_alone_calls, rank_0_alone_runs_forward), tmp_path / "llama")

@@ -273,10 +273,6 @@ def own_loop(model: Any, name: str, rank: int | None) -> dict[str, torch.Tensor]
     return full_parameters(model)
 
 
-def every_optimizer(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: own_loop(mixed(folder), name, dist.get_rank()) for name in STEPS}
-
-
 def clipped(clip: Callable[..., Any], model: Any, rank: int | None) -> tuple[float, dict[str, torch.Tensor]]:
     backward(model, rank)
     norm = clip(model.parameters())
@@ -290,8 +286,9 @@ CLIPS: dict[str, Callable[[Iterable[nn.Parameter]], Any]] = {
 }
 
 
-def every_clip(folder: Path) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    return {name: clipped(clip, mixed(folder), dist.get_rank()) for name, clip in CLIPS.items()}
+def every_optimizer_and_clip(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    stepped = {name: own_loop(mixed(folder), name, dist.get_rank()) for name in STEPS}
+    return stepped, {name: clipped(clip, mixed(folder), dist.get_rank()) for name, clip in CLIPS.items()}
 
 
 def reductions() -> Any:
@@ -347,7 +344,7 @@ def an_infinite_gradient_on_one_rank_stops_all_of_them(folder: Path) -> None:
 
 CASES = (
     an_infinite_gradient_on_one_rank_stops_all_of_them, replicas_of_shards_are_clipped_and_stepped,
-    gradients_are_sent_together, gradients_in_bf16_are_summed_in_fp32,
+    gradients_are_sent_together, gradients_in_bf16_are_summed_in_fp32, every_optimizer_and_clip,
 )  # fmt: skip
 
 
@@ -359,16 +356,15 @@ def test_whole_parameters_train_beside_shards_in_a_loop_that_uses_nothing_but_to
     weights = {kind: own_loop(plain_model(folder), f"{kind}, loop", None) for kind in MADE}
     plain_clips = {name: clipped(clip, plain_model(folder), None) for name, clip in CLIPS.items()}
     assert plain_clips["norm"][0] > CLIP, "there is something to clip"
-    cases = named(*CASES)
-    cases |= {"every optimizer": every_optimizer, "every clip": every_clip}
-    for found in run_ranks(run_cases, 2, cases, folder, device=device):
-        for name, stepped in found["every optimizer"].items():
+    for found in run_ranks(run_cases, 2, named(*CASES), folder, device=device):
+        optimizers, clips = found["every_optimizer_and_clip"]
+        for name, stepped in optimizers.items():
             kind, way = name.split(", ")
             # torch computes the same in another order: fused steps (measured: 5e-7).
             bound = 2e-6 if device == "cuda" or way == "fused" else 0
-            assert apart(stepped, found["every optimizer"][f"{kind}, loop"]) <= bound, name
+            assert apart(stepped, optimizers[f"{kind}, loop"]) <= bound, name
             # Gradients of two ranks are added in another order, over three steps (measured: 6e-6, RMSprop's).
             assert apart(stepped, weights[kind]) < 5e-5, name
-        for name, (norm, gradients) in found["every clip"].items():
+        for name, (norm, gradients) in clips.items():
             assert norm == pytest.approx(plain_clips[name][0], rel=1e-6), name
             assert apart(gradients, plain_clips[name][1]) < 1e-7, name

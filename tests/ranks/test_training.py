@@ -87,16 +87,12 @@ def _loop(folder: Path, mixed: str = "no", dtype: torch.dtype | None = None, mes
     return losses, first, full_parameters(model)
 
 
-def _trainer(folder: Path, out: Path, mixed: str, dtype: torch.dtype | None) -> tuple[list[float], dict]:
+def _both_hosts(mixed: str, dtype: torch.dtype | None, folder: Path, out: Path) -> Any:
     model = from_pretrained(folder, accelerator=new_accelerator(mixed_precision=mixed), dtype=dtype)
     args = in_order(out, bf16=mixed == "bf16")
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(STEPS * dist.get_world_size() * ROWS))
     trainer.train()
-    return logged(trainer), full_parameters(trainer.model)
-
-
-def _both_hosts(mixed: str, dtype: torch.dtype | None, folder: Path, out: Path) -> Any:
-    return _loop(folder, mixed, dtype), _trainer(folder, out, mixed, dtype)
+    return _loop(folder, mixed, dtype), (logged(trainer), full_parameters(trainer.model))
 
 
 def test_three_steps_under_both_hosts_equal_one_process_in_every_precision(folders, tmp_path):
