@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -48,10 +48,8 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-from tests.api import MANIFEST, METADATA, CheckpointIndex, LoadReport, all_ranks
+from tests.api import MANIFEST, METADATA, CheckpointIndex, all_ranks
 from tests.unit.test_refused_files import Damage, config, described, truncated
-
-# ---- other placements, dtypes, and what is in no file ----
 
 
 def last_even_dim(parameter: nn.Parameter) -> Shard | None:
@@ -61,7 +59,7 @@ def last_even_dim(parameter: nn.Parameter) -> Shard | None:
 
 
 def over_two_axes(folders: dict[str, Path], tmp: Path) -> None:
-    """Replicated over one, sharded over the other: the first replica reads and the other receives, each byte once."""
+    """The first replica reads and the other receives, each byte once; and shards along other dimensions."""
     kind, bf16 = "mixtral", tmp / "in bf16"
     if dist.get_rank() == 0:
         make_checkpoint(kind, bf16, dtype=torch.bfloat16)
@@ -79,10 +77,6 @@ def over_two_axes(folders: dict[str, Path], tmp: Path) -> None:
         buffers = sum(buffer.nbytes for buffer in model.buffers())  # whole on every rank, which reads them for itself
         assert sum(all_ranks(report.bytes_read)) <= 1.02 * stored + 3 * buffers, str(report)
         assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
-
-
-def along_other_dimensions(folders: dict[str, Path], tmp: Path) -> None:
-    kind = "mixtral"
     model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
     assert any(p.placements == (Shard(1),) for p in model.parameters())
     load_weights(model, folders[kind])
@@ -90,7 +84,7 @@ def along_other_dimensions(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(run_cases, 4, (over_two_axes, along_other_dimensions), folders, tmp_path)
+    run_ranks(over_two_axes, 4, folders, tmp_path)
 
 
 def load_incomplete(folder: Path) -> tuple[Any, ...]:
@@ -123,21 +117,15 @@ def are_alike(two: list[Any], one: list[Any]) -> None:
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
 
-def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
+def untied_copy(folder: Path, target: Path, *, equal: bool = True, has_table: bool = True) -> Path:
     tensors = stored_tensors(folder)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.clone()
     if not equal:
         tensors["lm_head.weight"][-1, -1] += 1  # one element, on the last rank
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def only_head(folder: Path, target: Path) -> Path:
-    untied_copy(folder, target, equal=True)
-    tensors = load_file(target / "model.safetensors")
-    del tensors["model.embed_tokens.weight"]
+    if not has_table:
+        del tensors["model.embed_tokens.weight"]
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -155,13 +143,17 @@ def load_ties(good: list[Path], bad: Path) -> None:
 STAGING = 8 * 2**20
 
 
-def load_large(folder: Path, dtype: torch.dtype | None) -> tuple[LoadReport, int]:
-    model = build_meta_model(folder)
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    report = load_weights(model, folder, dtype=dtype, staging_bytes=STAGING)
-    return report, sum(p.to_local().nbytes for p in model.parameters())
+def load_large(folder: Path) -> None:
+    total = CheckpointIndex.open(folder).num_bytes
+    assert total > 130e6
+    for dtype in (None, torch.float32):
+        model = sharded_meta_model("llama", folder)
+        report = load_weights(model, folder, dtype=dtype, staging_bytes=STAGING)
+        assert sum(p.to_local().nbytes for p in model.parameters()) == total // (1 if dtype else 2)
+        assert report.read_ratio <= 1.01 and report.bytes_read <= 0.51 * total
+        assert report.staging_bytes <= STAGING and (report.staging_bytes > 0) == (dtype is not None)
+        # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
+        assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)
 
 
 def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path) -> None:
@@ -169,18 +161,7 @@ def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=3, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="90MB")
-    total = CheckpointIndex.open(tmp_path).num_bytes
-    assert total > 130e6
-    of_ranks = [
-        (dtype, found) for dtype in (None, torch.float32) for found in run_ranks(load_large, 2, tmp_path, dtype)
-    ]
-    for dtype, (report, shard_bytes) in of_ranks:
-        assert shard_bytes == total // (1 if dtype else 2)
-        assert report.read_ratio <= 1.01 and report.bytes_read <= 0.51 * total
-        assert report.staging_bytes <= STAGING
-        assert (report.staging_bytes > 0) == (dtype is not None)
-        # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
-        assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)
+    run_ranks(load_large, 2, tmp_path)
 
 
 KINDS = ("deepseek_v3", "tied")
@@ -312,7 +293,7 @@ def failures(folder: Path) -> None:
 def test_two_ranks_load_what_one_does_and_fail_alike_without_a_half_model(folders: Any, tmp_path: Path) -> None:
     """What no file holds, tied weights under one name or both; and every failure is the same on all ranks."""
     folder, tied = Path(shutil.copytree(folders["llama"], tmp_path / "llama")), folders["tied"]
-    good = [untied_copy(tied, tmp_path / "equal", equal=True), only_head(tied, tmp_path / "head")]
+    good = [untied_copy(tied, tmp_path / "equal"), untied_copy(tied, tmp_path / "head", has_table=False)]
     cases: dict[str, Callable[[], Any]] = {
         "incomplete": partial(load_incomplete, folders["llama"]),
         "tied": partial(load_ties, good, untied_copy(tied, tmp_path / "different", equal=False)),
