@@ -38,7 +38,7 @@ from hf_fsdp_tools.extensions import float8
 from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
-from tests._dist import named, run_cases, run_ranks
+from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import (
     ShardedTrainer,
@@ -121,9 +121,6 @@ def counted() -> Iterator[dict[str, list[int]]]:
         yield {"gathers": gathered, "all-reduces": reduced}
 
 
-# ---- on two ranks ----
-
-
 def numerics_are_those_of_one_process(folder: Path, tmp: Path) -> None:
     """Three steps of AdamW, bit for bit: the sum of two gradients does not depend on their order; and plain files."""
     rank, model = dist.get_rank(), load(folder)
@@ -139,7 +136,7 @@ def numerics_are_those_of_one_process(folder: Path, tmp: Path) -> None:
     )
 
 
-def half_the_bytes_of_bf16_are_gathered(folder: Path) -> None:
+def half_the_bytes_of_bf16_are_gathered(folder: Path, tmp: Path) -> None:
     def one_step(policy: Any) -> tuple[dict[str, list[int]], Any]:
         model = load(folder, policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -163,7 +160,7 @@ def half_the_bytes_of_bf16_are_gathered(folder: Path) -> None:
     assert not in_bf16["all-reduces"]
 
 
-def evaluation_generation_and_averages(folder: Path) -> None:
+def evaluation_generation_and_averages(folder: Path, tmp: Path) -> None:
     """Units are gathered for the first time in inference mode, and by other ways than a forward pass of the model."""
     rank = dist.get_rank()
     model, reference = load(folder), by_torchao()
@@ -192,7 +189,7 @@ def evaluation_generation_and_averages(folder: Path) -> None:
             assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
 
 
-def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
+def a_trainer_is_told_by_the_launcher(folder: Path, tmp: Path) -> None:
     """bf16=True, which TRL sets, means FP8 where the launcher says so."""
     rows = make_rows(8)
     with patch.dict("os.environ", {"ACCELERATE_MIXED_PRECISION": "fp8"}):
@@ -210,7 +207,7 @@ def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
         assert logged(plain) == logged(trainer)
 
 
-def words_of_accelerate(folder: Path) -> None:
+def words_of_accelerate(folder: Path, tmp: Path) -> None:
     from torchao.float8 import Float8LinearConfig
 
     recipe = AORecipeKwargs(
@@ -245,14 +242,9 @@ def assert_same_pass(model: Any, reference: Any) -> None:
         torch.testing.assert_close(model(input_ids=rows, use_cache=False).logits, expected, rtol=1e-4, atol=2e-6)
 
 
-def layers_shared_by_ranks(recipe: str, options: dict[str, Any], tmp: Path) -> None:
+def layers_shared_by_ranks(recipe: str, options: dict[str, Any], folder: Path) -> None:
     """Scales are those of whole tensors, which each rank has a part of: weights, inputs, gradients."""
-    folder = tmp / "even"
-    if dist.get_rank() == 0 and not folder.exists():
-        llama(vocab_size=132).save_pretrained(folder)
-    dist.barrier()
-    policy = replace(FP32, config=recipe)
-    model = load(folder, policy, mesh=ParallelDims(tp_size=2), **options)
+    model = load(folder, replace(FP32, config=recipe), mesh=ParallelDims(tp_size=2), **options)
     assert sum(map(is_float8, model.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
     reference = by_torchao(llama(vocab_size=132), recipe)
     assert_same_pass(model, reference)
@@ -263,30 +255,25 @@ def layers_shared_by_ranks(recipe: str, options: dict[str, Any], tmp: Path) -> N
     assert_same_pass(model, reference)
 
 
-def layers_that_cannot_share_scales(tmp: Path) -> None:
-    folder, mesh = tmp / "even", ParallelDims(tp_size=2)
+def refusals(folder: Path, tmp: Path) -> None:
+    mesh = ParallelDims(tp_size=2)
+    if dist.get_rank() == 0:
+        llama(vocab_size=132, hidden_size=32).save_pretrained(tmp / "narrow")
+    dist.barrier()
+    narrow = Float8Policy(module_filter=lambda module, name: name.endswith("k_proj"))
+    for source, policy, options, said in (
+        (folder, Float8Policy(), {"policy": WrapPolicy(reshard_after_forward={"*": 2})}, "reshard_after_forward 2"),
+        (folder, Float8Policy(module_filter=lambda module, name: False), {}, "no plain linear layer"),
+        (folder, Float8Policy(config="rowise"), {}, "rowwise"),
+        (tmp / "narrow", narrow, {"mesh": mesh}, "have a dimension that is not divisible by 16"),
+    ):
+        assert said in refusal(partial(load, source, policy, **options), ConfigError)
     rules = {f"model.layers.*.mlp.{name}_proj": "packed_colwise" for name in ("up", "gate")}
-    model = parallelize_model(build_meta_model(folder), mesh.build_mesh("cpu"), tp_plan=rules)
+    model = parallelize_model(build_meta_model(tmp / "narrow"), mesh.build_mesh("cpu"), tp_plan=rules)
     plan = make_wrap_plan(model)
     said = refusal(lambda: shard_model(model, plan, mesh=mesh.build_mesh("cpu"), mp_policy=FP32), ConfigError)
     assert "cannot agree on scales" in said and "Float8Policy(module_filter" in said and "\n" not in said
-    narrow = Float8Policy(module_filter=lambda module, name: name.endswith("k_proj"))
-    said = refusal(lambda: load(tmp / "narrow", narrow, mesh=mesh), ConfigError)
-    assert "have a dimension that is not divisible by 16" in said
-
-
-def refusals(folder: Path) -> None:
-    parted = WrapPolicy(reshard_after_forward={"*": 2})
-    assert "reshard_after_forward 2" in refusal(lambda: load(folder, Float8Policy(), policy=parted), ConfigError)
-    said = refusal(lambda: load(folder, Float8Policy(module_filter=lambda module, name: False)), ConfigError)
-    assert "no plain linear layer" in said
-    said = refusal(lambda: load(folder, Float8Policy(config="rowise")), ConfigError)
-    assert "rowwise" in said
-    accelerator = new_accelerator(mixed_precision="fp8")
-    packed = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    said = refusal(lambda: load(folder, "fp8", quantization_config=packed, peft_config={"r": 4}), ConfigError)
-    assert "no plain linear layer" in said and "\n" not in said
-    in_bf16 = load(folder, "bf16")
+    accelerator, in_bf16 = new_accelerator(mixed_precision="fp8"), load(folder, "bf16")
     assert "Accelerator computes in fp8" in refusal(lambda: accelerator.prepare(in_bf16), ConfigError)
     for precision, handlers, plugin, said in (
         ("fp8", [object.__new__(TERecipeKwargs)], None, "AORecipeKwargs"),
@@ -301,37 +288,30 @@ def refusals(folder: Path) -> None:
     with other, pytest.raises(ConfigError, match="backend is te"):
         new_accelerator()
     with patch.dict("os.environ", launched):
-        args = arguments(folder)
+        args = arguments(tmp)
         args.mixed_precision = "fp16"  # GPUs alone have it
         with pytest.raises(ConfigError, match="fp16=True"):
             make_accelerator(args)
 
 
-EVERY = (half_the_bytes_of_bf16_are_gathered, evaluation_generation_and_averages, words_of_accelerate, refusals)
-WITH_FILES = named(numerics_are_those_of_one_process, a_trainer_equals_a_loop)
+EVERY = (
+    numerics_are_those_of_one_process, half_the_bytes_of_bf16_are_gathered, evaluation_generation_and_averages,
+    a_trainer_is_told_by_the_launcher, words_of_accelerate, refusals,
+)  # fmt: skip
 
 
 def test_two_ranks(folder: Path, tmp_path: Path) -> None:
-    files = {name: partial(case, folder, tmp_path) for name, case in WITH_FILES.items()}
-    run_ranks(run_cases, 2, {name: partial(case, folder) for name, case in named(*EVERY).items()} | files)
+    run_ranks(run_cases, 2, EVERY, folder, tmp_path)
 
 
-SHARED: dict[str, Any] = {
-    "tensorwise": partial(layers_shared_by_ranks, "tensorwise", {}),
-    **named(layers_that_cannot_share_scales),
-}
-SHARED_RARELY: dict[str, Any] = {
-    "rowwise": partial(layers_shared_by_ranks, "rowwise", {}),
-    "compiled": partial(layers_shared_by_ranks, "rowwise_with_gw_hp", {"compile": {"backend": "aot_eager"}}),
-}
+COMPILED = ("rowwise_with_gw_hp", {"compile": {"backend": "aot_eager"}})
+RARELY = [pytest.param(*way, marks=pytest.mark.nightly) for way in (("rowwise", {}), COMPILED)]
 
 
-@pytest.mark.parametrize(
-    "cases", [SHARED, pytest.param(SHARED_RARELY, marks=pytest.mark.nightly)], ids=["usual", "rare"]
-)
-def test_layers_shared_by_ranks(tmp_path: Path, cases: dict[str, Any]) -> None:
-    llama(vocab_size=132, num_key_value_heads=2, hidden_size=32).save_pretrained(tmp_path / "narrow")
-    run_ranks(run_cases, 2, {name: partial(case, tmp_path) for name, case in cases.items()})
+@pytest.mark.parametrize(("recipe", "options"), [("tensorwise", {}), *RARELY])
+def test_layers_shared_by_ranks(tmp_path: Path, recipe: str, options: dict[str, Any]) -> None:
+    llama(vocab_size=132).save_pretrained(tmp_path)
+    run_ranks(layers_shared_by_ranks, 2, recipe, options, tmp_path)
 
 
 def _gradients(folder: Path) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
