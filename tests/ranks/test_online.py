@@ -36,7 +36,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
-from tests._checkpoints import assert_same_tensors, lora, stored_tensors, word_tokenizer
+from tests._checkpoints import assert_same_tensors, lora, make_quantized, stored_tensors, word_tokenizer
 from tests._consumers import AsyncVLLMServer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
@@ -110,6 +110,25 @@ def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path, 
     for task in tasks:
         for one, other in zip(ours, theirs, strict=True):
             assert len(one[task]) == 2 and one[task] == pytest.approx(other[task], rel=1e-5, abs=1e-5), task
+
+
+def on_a_base_as_stored(folder: Path, tmp: Path) -> None:
+    """It generates with the model that it trains, whose adapter is turned off to be its own reference."""
+    losses = []
+    for dequantize in (False, True):
+        options = {"dequantize": dequantize, "dtype": torch.float32}
+        model = from_pretrained(folder, accelerator=make_accelerator(cpu=True), **options)
+        trainer = trainer_of("grpo", model, tmp, mixed=True, extra={"peft_config": lora()}, max_steps=2, seed=0)
+        set_seed(0)
+        trainer.train()
+        losses.append([logged(trainer, key) for key in ("loss", "kl")])
+    assert losses[0] == losses[1] and losses[0][1][0] == 0 != losses[0][1][1]
+
+
+@pytest.mark.nightly
+def test_grpo_on_a_base_as_stored_is_that_on_floats(tmp_path):
+    make_quantized("compressed int4", tmp_path / "base")
+    run_ranks(on_a_base_as_stored, 2, tmp_path / "base", tmp_path / "run")
 
 
 def on_rank_1(reward: Any) -> Any:
