@@ -413,11 +413,10 @@ def draws_of_ranks_that_share_layers(parent: Path) -> None:
     torch.manual_seed(dist.get_rank())
     texts = [model.eval().generate(ids, max_new_tokens=8, do_sample=True) for _ in range(2)]
     assert len({str(each) for each in all_ranks(texts[0].tolist())}) == 1 and not torch.equal(*texts)
-    said = refusal(lambda: model(input_ids=ids + dist.get_rank(), labels=ids))
-    assert "2 ranks that share layers (tp_size) have different rows" in said
     for dims in (TP, ParallelDims(cp_size=2)):
-        model = from_pretrained(folder, mesh=dims, **QUIET)
-        assert "have different rows" in refusal(lambda m=model: m.generate(ids + dist.get_rank(), max_new_tokens=2))
+        model, rows = from_pretrained(folder, mesh=dims, **QUIET), ids + dist.get_rank()
+        assert "have different rows" in refusal(lambda m=model, r=rows: m.generate(r, max_new_tokens=2))
+        assert "have different rows" in refusal(lambda m=model, r=rows: m.train()(input_ids=r, labels=r))
 
 
 def weights_that_have_drifted_apart(parent: Path) -> None:
