@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import ParallelismConfig
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -22,10 +21,9 @@ from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.extensions import context_parallel
 from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
 from tests._checkpoints import full, randomize, tiny_config
-from tests._dist import named, run_cases, run_ranks
+from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
-from tests._training import ShardedTrainer, arguments, batches_of, make_rows
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -190,13 +188,6 @@ def what_cannot_share_rows_is_refused():
         model(**rows_of("whole", dist.get_rank()))
 
 
-def a_trainer_counts_the_tokens_of_a_row_once(folder):
-    rows, args = make_rows(2), arguments(folder, parallelism_config=ParallelismConfig(cp_size=2))
-    expected = plain("llama").eval()(**batches_of(rows, 2)[0]).loss
-    found = ShardedTrainer(sharded_copy("llama", CP), args, eval_dataset=rows).evaluate()
-    assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
-
-
 def memory_falls_with_the_ranks():
     """What is kept for the backward pass, logits among it, of 2 ranks: half of each token's, beside what comes before
     the first block."""
@@ -359,11 +350,10 @@ def real_weights_that_see_a_part() -> None:
             same_gradients(model, whole(kind), times, input_ids=ids_of(9), labels=ids_of(9))
 
 
-def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path) -> None:
-    cases = named(
+def test_what_else_is_done_with_a_model_whose_rows_are_shared() -> None:
+    cases = (
         packed_recurrences_keep_documents_apart, bytes_follow_the_formula, what_cannot_share_rows_is_refused,
         memory_falls_with_the_ranks, angles_that_follow_the_length, logits_of_some_tokens, masks_of_ones_own,
         routers_of_padded_rows, labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
-    cases["Trainer"] = partial(a_trainer_counts_the_tokens_of_a_row_once, tmp_path)
     run_ranks(run_cases, 2, cases)
