@@ -28,8 +28,6 @@ from tests.api import (
     wrap_fsdp1,
 )
 
-STEPS = 2
-
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP1:FutureWarning")
 
 
@@ -56,10 +54,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Ten
     return sum(loss.item() for loss in losses) / len(losses)
 
 
-def _mean(value: float) -> float:
-    total = torch.tensor(value)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+def _train_alike(plain: nn.Module, wrapped: FSDP) -> None:
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.3) for m in (plain, wrapped)]
+    for _ in range(2):
+        expected = _step(plain, optimizers[0], _batches(2))
+        loss = torch.tensor(_step(wrapped, optimizers[1], _batches(2)[dist.get_rank()][None]))
+        dist.all_reduce(loss)
+        assert abs(loss.item() / 2 - expected) < 1e-4
 
 
 def _whole(wrapped: FSDP) -> dict[str, torch.Tensor]:
@@ -78,17 +79,12 @@ def _assert_whole_equals(wrapped: FSDP, plain: nn.Module) -> dict[str, torch.Ten
 
 
 def trains_as_the_plain_model(kinds, use_orig_params):
-    ranks = dist.get_world_size()
     for kind in kinds:
         plain, model = _model(kind), _model(kind)
         policy = hybrid_auto_wrap_policy(model)
         wrapped = wrap_fsdp1(model, make_wrap_plan(model), use_orig_params=use_orig_params)
         assert sum(isinstance(module, FSDP) for module in wrapped.modules()) == len(policy.units) + 1
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, wrapped)]
-        for _ in range(STEPS):
-            expected = _step(plain, optimizers[0], _batches(ranks))
-            loss = _mean(_step(wrapped, optimizers[1], _batches(ranks)[dist.get_rank()][None]))
-            assert abs(loss - expected) < 1e-4, (kind, loss, expected)
+        _train_alike(plain, wrapped)
         for name, value in _whole(wrapped).items():
             torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-3, atol=2e-5, msg=f"{kind} {name}")
 
@@ -133,11 +129,7 @@ def lora_trains_adapters_beside_frozen_weights():
     with pytest.raises(ValueError, match=r"uniform `requires_grad` when `use_orig_params=False`"):  # torch's own
         wrap_fsdp1(adapted(), plan, use_orig_params=False)
     wrapped = wrap_fsdp1(model, plan)
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.3) for m in (plain, wrapped)]
-    for _ in range(STEPS):
-        expected = _step(plain, optimizers[0], _batches(2))
-        loss = _mean(_step(wrapped, optimizers[1], _batches(2)[dist.get_rank()][None]))
-        assert abs(loss - expected) < 1e-4
+    _train_alike(plain, wrapped)
     whole = _whole(wrapped)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(whole[name], parameter, rtol=1e-3, atol=2e-5)
