@@ -13,7 +13,6 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
 
@@ -177,7 +176,6 @@ def what_cannot_share_rows_is_refused():
     for kind, auto, match in (
         ("xlnet", next_words, "not that of its words alone"),
         ("xlm", next_words, r"attentions.0 .MultiHeadAttention. reads other tokens in its own code"),
-        ("t5", AutoModelForSeq2SeqLM, "not a decoder"),
         ("qwen3", AutoModelForSequenceClassification, r"ForSequenceClassification. is not that of the next token"),
     ):
         model = auto.from_config(tiny_config(kind))
