@@ -270,7 +270,9 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
 
 
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
-    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps], tmp_path)
+    cases = named(asked_as_transformers_does, in_public_steps)
+    cases["experts of copies"] = partial(layout_trains, "qwen3_moe", FOURS[4])  # whose norm counts each once
+    run_ranks(run_cases, 4, cases, tmp_path)
 
 
 # ---- files, bytes, and states of others ----
