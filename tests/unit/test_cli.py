@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from importlib.metadata import requires
 
@@ -18,7 +17,6 @@ import yaml
 
 from hf_fsdp_tools import LaunchConfig, TrainingSetup
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli import main as main_module
 from hf_fsdp_tools.cli.main import _parser
 from hf_fsdp_tools.steps import WrapPlan
 from tests._checkpoints import make_checkpoint
@@ -47,7 +45,7 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("estimate", "--help"), ("embed", "--help")])
+@pytest.mark.parametrize("words", [("estimate", "--help"), ("embed", "--help")])
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom hf_fsdp_tools.cli.main import main\n"
@@ -70,10 +68,7 @@ def test_help_imports_nothing_heavy(words):
     ("words", "message"),
     [
         ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one"),
-        ("--learnin_rate=1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
-        ("--model base", "--model is no option of this recipe: did you mean --model_name_or_path?"),
         ("--config config.json", "--config config.json is a model's config.json, and no YAML"),
-        ("--config rows.jsonl", "--config rows.jsonl is a dataset, and no YAML"),
         ("--config none.yaml", "--config none.yaml: there is no such file"),
         (
             "--config key.yaml",
@@ -84,7 +79,6 @@ def test_help_imports_nothing_heavy(words):
 def test_a_wrong_option_of_a_recipe_is_said_before_its_libraries_are_imported(words, message, tmp_path):
     texts = {
         "config.json": '{\n "model_type": "llama"\n}',
-        "rows.jsonl": '{"text": "a"}\n' * 2,
         "key.yaml": "lerning_rate: 1",
     }
     for name, text in texts.items():
@@ -113,14 +107,9 @@ def test_a_package_that_a_recipe_imports_is_asked_for_before_ranks_start(monkeyp
         (["estimat"], "'estimat' is no command: did you mean estimate?"),
         (["merge", "base", "lora"], "`hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter"),
         (["plan"], "the following arguments are required: NAME"),
-        (["config", "--mixed-precision", "fp4"], "invalid choice: 'fp4'"),
         (["estimate", "x", "--batch-size", "4"], "did you mean --per-device-train-batch-size?"),
-        (["estimate", "x", "--seq_len", "4"], "--seq-len is no option of this command: did you mean --max-length?"),
         (["estimate", "x", "--recipe", "sft"], "argument --recipe: 'sft' is no recipe: did you mean finetune?"),
-        (["estimate", "x", "--recipe", "clasify"], "'clasify' is no recipe: did you mean classify?"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
-        (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
-        (["doctor", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num"),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, words, message):
@@ -129,15 +118,6 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert message in shown and ("usage" in shown) == (not words), "of twenty lines, where nothing was asked"
-
-
-def test_a_command_says_after_two_seconds_that_libraries_load(monkeypatch, capsys):
-    def add_slow(commands):
-        commands.add_parser("slow", help="takes long").set_defaults(run=lambda options: time.sleep(0.5))
-
-    monkeypatch.setattr(main_module, "_GROUPS", {"all": (add_slow,)})
-    monkeypatch.setattr(main_module, "FIRST_S", 0.05)
-    assert run(capsys, "slow") == (0, "", "hf-fsdp: loading libraries …\n")
 
 
 def test_help_has_every_command_once_with_examples_that_parse():
@@ -227,11 +207,9 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
     ("words", "cure"),
     [
         ("plan {tmp}/absent", "Give an existing local folder"),
-        ("plan {tmp}/empty", "Give a folder that `save_pretrained` wrote"),
         ("plan {tmp}/unknown", "nosuchtype"),
         ("plan {tmp}/of.gguf", "of.gguf is a GGUF file, and no model. Make a plain checkpoint of GGUF files once"),
         ("estimate {tmp}/gguf", "(found: q4.gguf). Make a plain checkpoint of GGUF files once: AutoModelForCausalLM"),
-        ("plan {tmp}/model.safetensors", "is a file of weights, and no model. Give the model's folder"),
         ("prove {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no model"),
         ("estimate llama3:8b", "'llama3:8b' is a name with a tag, of Ollama or of GGUF files"),
         ("plan https://huggingface.co/Qwen/Qwen3-8B", "is a page. Give the name on the hub: Qwen/Qwen3-8B"),
@@ -239,41 +217,26 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
             "estimate {bert} --recipe finetune",
             "is a BertForMaskedLM, which generates no text. Give a causal lang",
         ),
-        ("config {bert} --recipe dpo --gpu h100 --num-processes 8", "is a BertForMaskedLM, which generates no text"),
         ("estimate {llama} --gpu h100x8", "GPU 'h100x8' is not in the table; known are h100-80gb, h100-nvl, h100-96gb"),
-        ("estimate {llama} --optimizer adam", "optimizer 'adam' is not estimated: did you mean adamw"),
-        ("config --from {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no config of a launch"),
         ("config --from {tmp}/open.yaml", "open.yaml is neither YAML nor JSON, line 2: "),
         ("doctor --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a launch"),
-        ("finetune --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a l"),
         ("config {llama} --num-processes 4", "what fits on the CPU is not known: leave {llama} out, or say for which"),
         ("plan {llama} --auto-class AutoModelForCausalML", "did you mean AutoModelForCausalLM"),
-        ("plan {llama} --auto-class AutoModelForSpeechSeq2Seq", "cannot make a model of this LlamaConfig"),
-        ("plan {llama} --dtype int8", "use bfloat16, float16 or float32"),
         ("plan {llama} --block-types LlamaDecoderLayr", "LlamaDecoderLayer"),
         ("plan {llama} --output {tmp}/unknown/config.json/plan.json", "config.json is a file, not a folder; name"),
-        ("plan {llama} --output {tmp}/empty", "empty is a folder; name a file"),
-        ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("finetune --num_machines 2 --num_processes 4", "--num_machines 2: give --main_process_ip, the address of m"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --price 2", "--price is for the cost of --tokens"),
         ("estimate {llama} --wrapping none --offload-params", "need FSDP; leave them or wrapping='none' out"),
-        ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 64 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
-        ("config {llama} --cpu", "leave"),
         ("config --gpu h100-80gb", "say with --num-processes"),
-        ("config --slurm", "name that with --output"),
         ("config --num-processes 3 --num-machines 2", "num_processes 3 counts all machines and is not a multiple"),
         ("doctor --config_file 8x80bg", "did you mean 8x80gb"),
-        ("doctor --config_file {tmp}", "is a folder; name a file"),
         ("doctor {llama} --config_file {tmp}/absent", "not both"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nosuchtype"}')
     (tmp_path / "gguf").mkdir()
@@ -281,7 +244,6 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
     transformers.BertConfig(hidden_size=16, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
     for name in ("of.gguf", "gguf/q4.gguf"):
         (tmp_path / name).write_bytes(b"GGUF\3\0\0\0")
-    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "open.yaml").write_text("a: 1\nb: [")
     names = {"tmp": tmp_path, "llama": llama, "bert": tmp_path / "bert"}

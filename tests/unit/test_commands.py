@@ -3,6 +3,7 @@ those of the recipes' tables fit the GPUs that they name."""
 
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from hf_fsdp_tools.cli.main import _parser
 from tests._checkpoints import RELEASE
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
-from tests.api import MARGIN, RECIPES, main, named_config, recipes, setup_of, split_words
+from tests.api import MARGIN, RECIPES, _Parser, main, named_config, recipes, setup_of, split_words
 from tests.unit.test_setups import machine_of, parsed, told
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -162,3 +163,18 @@ def test_a_command_of_a_recipe_fits_the_gpus_that_it_names(name, taken, monkeypa
     memory = estimate_memory(models[0], setup, model_kwargs={"auto_class": RECIPES[recipe].auto_class})
     others = next((each.vllm_gpu_memory_utilization for each in arguments if getattr(each, "use_vllm", False)), 0.0)
     assert memory.total <= (1 - MARGIN - others) * memory.limit_bytes, f"{name}: {memory}"
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_launch_knows_the_options_of_a_recipe_from_sources(recipe, monkeypatch):
+    """All that its parser has but DeepSpeed's, for it refuses any other before ranks start."""
+    made: list[set[str]] = []
+
+    def note(parser: Any, *_: Any) -> None:
+        made.append({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Parser, "parse", note)
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(recipes()[recipe]))["main"]()
+    launch._check_words(recipes()[recipe], sorted(made[0] - {"--deepspeed"}))

@@ -100,20 +100,14 @@ CONTRADICTIONS = [
     ({"num_processes": 4, "num_machines": 2}, "need main_process_ip and main_process_port"),
     ({"machine_rank": 1}, "counts from 0 and must be below num_machines 1"),
     ({"num_processes": 4, "gpu_ids": "0,1"}, "each process needs its own"),
-    ({"use_cpu": True, "gpu_ids": "0,1"}, "drop one of the two"),
     ({"use_cpu": True, "mixed_precision": "fp16"}, 'use "bf16" or "no"'),
-    ({"use_cpu": True, "offload_params": True}, "drop offload_params"),
     ({"dp_replicate_size": 3}, "does not divide num_processes 2"),
     ({"activation_checkpointing_offload": True}, "turn activation_checkpointing on or drop it"),
-    ({"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 0}, "use a whole number from 1"),
     ({"dp_replicate_size": 2}, "nothing is sharded"),
     ({"mixed_precision": "bf61"}, "use one of no, bf16, fp16"),
-    ({"fsdp_version": 1}, "use one of 2"),
     ({"main_process_port": -5}, "use a number from 1 to 65535"),
-    ({"num_processes": "2"}, "use a whole number from 1"),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, "use SHARDED_STATE_DICT or FULL_STATE_DICT"),
     ({"transformer_layer_cls_to_wrap": ("A",)}, "use TRANSFORMER_BASED_WRAP or drop it"),
-    ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP needs it"),
 ]
 
 
@@ -156,11 +150,3 @@ def test_a_suggestion_fits_the_machine(monkeypatch):
         assert f"{count or 'no'} GPU" in reasons["use_cpu"]
     config, reasons = LaunchConfig.for_machine(gpu_count=2)
     assert config == LaunchConfig(num_processes=2, mixed_precision="bf16") and "assumed" in reasons["mixed_precision"]
-
-
-def test_a_config_is_made_and_written_without_torch_and_accelerate():
-    code = (
-        "import sys; from hf_fsdp_tools import LaunchConfig; LaunchConfig(num_processes=2).to_accelerate_yaml(); "
-        "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
-    )
-    assert run_python(code).stdout == "[]\n"

@@ -87,25 +87,6 @@ def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
         new, became = translate(tmp_path, config.to_accelerate_yaml())
         assert new == yaml.safe_load(config.to_accelerate_yaml())
         assert became["num_processes"] == became["fsdp_version"] == "kept"
-    file = {
-        "distributed_type": "FSDP",
-        "num_process": 2,
-        "num_processes": 2,
-        "fsdp_config": {
-            "offload_param": True,
-            "fsdp_version": 2,
-            "fsdp_offload_params": True,
-            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",  # a name of 2023
-        },
-        "parallelism_config": {"parallelism_config_dp_replicate": 2, "parallelism_config_sp_size": 2},
-    }
-    new, became = translate(tmp_path, file)
-    assert new["fsdp_config"]["fsdp_offload_params"] is True
-    assert "did you mean num_processes" in became["num_process"]
-    assert "did you mean fsdp_offload_params" in became["fsdp_offload_param"]
-    assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
-    assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
-    assert became["parallelism_config_sp_size"] == "left out: not part of this package"
     file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
     new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
     assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
@@ -166,15 +147,6 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, became = translate(tmp_path, file | {"deepspeed_config": two})
     assert became["offload_param_device"] == "so without it too"
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
-    old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    (tmp_path / "old.yaml").write_text(json.dumps(old))
-    assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
-    assert "this machine has no GPU; say with --num-processes how many" in capsys.readouterr().err
-    new, _ = translate(tmp_path, old, "--gpu", "h100-80gb", "--num-processes", "2")
-    assert new["fsdp_config"]["fsdp_offload_params"] is True
-    assert translate(tmp_path, old, "--no-offload-params", "--cpu")[0] == says(num_processes=2, use_cpu=True)
-    (tmp_path / "ds.json").write_text('{"deepspeed_config_file": "ds.json", "zero_optimization": {"stage": 3}}')
-    assert LaunchConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +156,8 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n", "NO_SHARD.*MULTI_GPU"),
         ("a: [", "neither YAML nor JSON"),
         ("a: &a [x, x]\nb: *a\n", r"the alias \*a is not read here: write the value out"),
-        ("a: " + "[" * 100_000, "RecursionError"),
-        ("", "found nothing"),
         ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
-        ("gradient_accumulation_steps: 4\noptimizer: adamw\nbf16: auto\nfsdp_config: {}\n", "have no gradient_acc"),
         ("stage: sft\ndeepspeed: ds.json\nbf16: true\n", "neither of Accelerate nor .* have no stage, deepspeed, bf16"),
-        ("distributed_type: FSDP\nnum_processes: $GPUS\n", r"num_processes is \$GPUS: a whole number is expected"),
-        ("distributed_type: FSDP\nfsdp_config: [1]\n", r"fsdp_config is \[1\]; write `key: value` lines"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n", "no.json cannot be read"),
     ],
 )
@@ -222,12 +189,8 @@ FOUND = [
     (text_of(zzz=2), "error unknown-key", "This is no key; known are "),
     (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
     (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
-    (text_of(fsdp={"fsdp_ignored_modules": ["a"]}), "error wrong-value", "Use text."),
     (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use one of FULL_STATE_DICT, LOCAL"),
-    (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
     (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
-    (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
-    (text_of(mixed_precision="fp4"), "error contradiction", "Use one of no, bf16, fp16, fp8."),
     (text_of(mixed_precision="fp8", fp8_config={"backend": "TE"}), "error refused", "Write backend: AO (torchao)."),
     (
         text_of(num_processes=8, parallelism_config={f"{DP}_replicate_size": 2, f"{DP}_shard_size": 2}),
@@ -235,9 +198,7 @@ FOUND = [
         "Set dp_shard_size to num_processes / dp_replicate_size.",
     ),
     (text_of(parallelism_config={"parallelism_config_sp_size": 2}), "error refused", "Leave it out."),
-    (text_of(parallelism_config={"parallelism_config_cp_size": 3}), "error contradiction", "Use a divisor"),
     (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
-    (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
     (
         text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}),
         "error contradiction",
@@ -245,12 +206,9 @@ FOUND = [
     ),
     (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
     (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
-    (text_of(fsdp_config={"offload_params": True}), "warning fsdp1", "Write fsdp_version: 2."),
     (text_of(fsdp={"fsdp_backward_prefetch": "BACKWARD_POST"}), "warning only-fsdp1", "Remove the line."),
-    (text_of(num_processes=None), "warning num-processes", "Write num_processes"),
     (text_of(use_cpu=True), "warning use-cpu", 'Add gpu_ids: ""'),
     (text_of(num_processes=16), "warning few-devices", "lower num_processes"),
-    (text_of(fsdp={"fsdp_use_orig_params": True}), "info only-fsdp1", "Remove the line."),
     (text_of(fsdp={"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}), "info only-fsdp1", "Remove the line."),
     (text_of(fsdp={"fsdp_sharding_strategy": 2}), "info translated", "Write fsdp_reshard_after_forward: false."),
 ]
@@ -261,14 +219,6 @@ def test_what_is_wrong_with_a_file_is_one_finding_with_its_cure(tmp_path, on_eig
     (finding,) = check(tmp_path, text)
     assert f"{finding.severity} {finding.code}" == kind
     assert cure in finding.cure
-
-
-def test_all_that_is_wrong_is_found_at_once_errors_first(tmp_path, on_eight_gpus):
-    both = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": True, "fsdp_offload": 1}
-    warning = text_of(fsdp=both, parallelism_config={"parallelism_config_sp_size": 2}, num_processes=16)
-    found = check(tmp_path, warning)
-    assert [f.code for f in found] == ["unknown-key", "refused", "only-fsdp1", "few-devices", "only-fsdp1"]
-    assert "fsdp_forward_prefetch" in found[2].fact and "16 processes" in found[3].fact
 
 
 def from_accelerate_config(folder: Path, **fsdp: object) -> Path:

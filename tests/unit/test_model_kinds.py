@@ -10,14 +10,13 @@ pytest.importorskip("trl")
 
 import transformers as hf
 from datasets import Dataset
-from peft import LoraConfig
 from trl import SFTConfig
 from trl.data_utils import prepare_multimodal_messages
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_prompt_turns
-from tests.api import train_demo_tokenizer, with_modules_to_save
+from tests.api import train_demo_tokenizer
 
 SIZES = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -72,22 +71,6 @@ def test_what_a_kind_of_model_cannot_do_is_named_with_what_helps(tokenizer, tmp_
         assert with_prompt_turns(Dataset.from_list([row]))[0] == expected
     with pytest.raises(ConfigError, match=r"Some of `prompt`, `completion` are text, and some are turns"):
         check("llama", [{"prompt": [ASK], "completion": "This."}] * 8, tokenizer, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "drawn", "saved"),
-    [
-        ({"task_type": "SEQ_CLS"}, ["score.weight", "classifier.dense.bias", "pre_classifier.weight"], None),
-        ({"task_type": "SEQ_CLS"}, ["bert.pooler.dense.weight", "bert.pooler.dense.bias"], ["bert.pooler.dense"]),
-        ({}, ["score.weight"], ["score"]),
-        ({"modules_to_save": ["pooler"]}, ["bert.pooler.dense.weight", "lm_head.weight"], ["pooler", "lm_head"]),
-        ({"modules_to_save": ["pooler"]}, [], ["pooler"]),
-    ],
-)
-def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
-    config = LoraConfig(target_modules=["q_proj"], **given)
-    assert with_modules_to_save(config, drawn).modules_to_save == saved
-    assert config.modules_to_save == given.get("modules_to_save"), "not changed"
 
 
 def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):

@@ -36,7 +36,6 @@ from tests.api import (
     Recompute,
     as_recompute,
     plugin_arguments,
-    rows_of,
 )
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
@@ -250,14 +249,6 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
     assert stops or len(seen) == 1, "one line"
 
 
-def test_shards_of_states_are_read_and_written_where_they_lie():
-    plugin = FSDPPlugin()
-    assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=False)
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert plugin.state_dict_config.offload_to_cpu, "whole tensors of rank 0 are not for its device"
-
-
 EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
 
 
@@ -316,25 +307,6 @@ FILES = [
     ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
     ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
 ]
-
-
-def test_a_new_key_is_one_field(tmp_path, monkeypatch):
-    """That it then is a variable and a key of `fsdp_config` follows from the same row."""
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Later(LaunchConfig):
-        new_key: bool = dataclasses.field(default=False, metadata={"kind": bool})
-
-    monkeypatch.setitem(YAML_KEYS, "fsdp_new_key", rows_of(Later)[-1])
-    assert (rows_of(Later)[-1].variable, rows_of(Later)[-1].training) == ("FSDP_NEW_KEY", ("new_key",))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    path = tmp_path / "later.yaml"
-    path.write_text(Later(num_processes=2, new_key=True).to_accelerate_yaml())
-    assert "  fsdp_new_key: true\n" in path.read_text() and Later.check_file(path) == ()
-    assert Later.translate_file(path).fields["new_key"] is True
-    path.write_text(path.read_text().replace("key: true", "key: perhaps"))
-    (finding,) = Later.check_file(path)
-    assert (finding.code, finding.fact) == ("wrong-value", "fsdp_new_key is 'perhaps'.")
 
 
 @pytest.mark.parametrize(("said", "codes", "outcome"), FILES, ids=[" ".join(said) for said, *_ in FILES])

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,30 +215,4 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
     batch = (setup.per_device_train_batch_size, setup.gradient_accumulation_steps)
     assert (*batch, batch[0] * batch[1] * setup.rows_at_once) == said["batch"]
-    assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
-
-
-def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch, patch_inner):
-    """A recipe's by the recipe; of `config` what would be searched for."""
-    monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
-    from models import CONFIGS
-
-    CONFIGS["Qwen3-8B"].save_pretrained(tmp_path / "Qwen/Qwen3-8B")
-    monkeypatch.chdir(tmp_path)
-    rows = re.findall(r"^\| .* \| (`hf-fsdp .*) \|$", (FOLDER.parent / "README.md").read_text(), re.MULTILINE)
-    commands = [words.split() for row in rows for words in re.findall(r"`hf-fsdp ([^`]+)`", row)]
-    started: list[list[str]] = []
-    searched: list[tuple[Any, ...]] = []
-    patch_inner(_run=lambda words: started.append(words) or 0)
-    search = lambda *words, **fixed: searched.append(words) or 1 / 0  # noqa: E731
-    patch_inner(recommend_config=search)
-    imitate_gpus(monkeypatch, 8)
-    for words in commands:
-        with pytest.raises(ZeroDivisionError) if words[:2] == ["config", "Qwen/Qwen3-8B"] else nullcontext():
-            assert run(capsys, *words)[0] == 0, words
-    imitate_gpus(monkeypatch, 0)
-    assert [words[0] for words in commands] == ["finetune", "finetune", "finetune", "config", "config"]
-    assert [(setup.num_processes, setup.gpus_per_node, setup.max_length) for _, setup in searched] == [(16, 8, 4096)]
-    eight = started[-1][started[-1].index("--config_file") + 1 :]  # one GPU's is of the recipe's table
-    setup, said = run_by(Path(eight[0]), "finetune", eight[2:], monkeypatch, "h100-80gb"), told(Path(eight[0]))
     assert (setup.max_length, setup.words) == (said["max_length"], said["words"])

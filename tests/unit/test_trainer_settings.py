@@ -51,22 +51,6 @@ def test_a_trainer_has_those_of_its_class_or_its_own_and_changes_no_others(tmp_p
     assert own.fsdp_settings == TrainerSettings(allow_nan=True) and not ShardedTrainer.fsdp_settings.checksums
 
 
-def test_speed_is_the_median_of_logs_without_padding(monkeypatch):
-    times = iter([0.0, 10.0, 12.0, 14.0, 34.0])
-    monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(times))
-    measured = Measured()
-    mask = torch.tensor([[1] * 8, [1] * 2 + [0] * 6])
-    for _ in range(4):
-        measured.count({"input_ids": torch.zeros(2, 8, dtype=torch.long), "attention_mask": mask})
-        measured.note()
-    measured.count({"input_ids": torch.zeros(1, 40, dtype=torch.long)})
-    measured.note()
-    measured.count([{"prompt": "of an online trainer"}])
-    assert (measured.rows, measured.longest) == (1, 40)
-    assert measured.tokens_per_second == 5.0  # of 1, 5, 5 and 2
-    assert Measured().tokens_per_second is None
-
-
 def test_a_trainer_of_ones_own_is_estimated_as_it_ran(patch_inner):
     """By its arguments, adapter and batches; and a reason where nothing can be estimated."""
     from peft import LoraConfig, get_peft_model
