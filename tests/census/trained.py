@@ -39,14 +39,15 @@ DEGREES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size"}
 DEGREES |= {name: f"{name}_size" for name in ("cp", "tp", "ep")}
 
 
-def census_on(mesh: str, *, has_adapter: bool = False) -> Census:
-    """The census on a mesh such as shard2xcp2, or on 2 ranks of plain FSDP; of all weights, or of LoRA."""
+def census_on(mesh: str, *, has_adapter: bool = False, recomputes: bool = False) -> Census:
+    """The census on a mesh such as shard2xcp2, or on 2 ranks of plain FSDP; of all weights, or of LoRA; with activation
+    checkpointing, where gradients show a router that chooses other experts when its block runs again."""
     return Census(
         about=ABOUT
         + (ABOUT_MESH.format(mesh) if mesh else "")
         + (" LoRA on all linear layers." if has_adapter else ""),
         takes_part=partial(takes_part, mesh=mesh),
-        prepare=partial(examine_plain, mesh=mesh, has_adapter=has_adapter),
+        prepare=partial(examine_plain, mesh=mesh, has_adapter=has_adapter, recomputes=recomputes),
         compare=examine_on_ranks,
         judge=judged,
         ranks=size_of(mesh),
@@ -77,17 +78,22 @@ def takes_part(model_type: str, mesh: str) -> bool:
 
 
 def examine_plain(
-    model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, mesh: str = "", has_adapter: bool = False
+    model_type: str,
+    folder: Path,
+    precisions: Iterable[str] = PRECISIONS,
+    mesh: str = "",
+    has_adapter: bool = False,
+    recomputes: bool = False,
 ) -> Row:
     """Facts of a case, which is left in the folder with what the plain model computes."""
     dims, config = dims_of(mesh), build_config(model_type)
     case, row = tiny_case(
-        telling(config) if mesh else config,
+        telling(config) if mesh or recomputes else config,
         model_classes(model_type, config),
         folder / "checkpoint",
         num_batches=size_of(mesh) // dims.ranks_per_row,
         words=ODD_WORDS if mesh else WORDS,
-        is_training=bool(mesh),
+        is_training=bool(mesh) or recomputes,
         tp_size=dims.tp_size,
         sizes=SIZES,
     )
@@ -99,7 +105,7 @@ def examine_plain(
             case = with_adapter(case)
         except ValueError as error:  # PEFT finds nothing to adapt
             return {**row, "why": str(error)[:200]}
-    case = replace(case, dims=dims)
+    case = replace(case, dims=dims, activation_checkpointing=recomputes)
     plain = {}
     for precision in precisions:
         try:
