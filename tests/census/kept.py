@@ -45,8 +45,9 @@ def step(model: Any, optimizer: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            part = held_part(torch.randn(parameter.shape, generator=drawn), parameter)
-            parameter.grad = as_dtensor(part.contiguous(), parameter)
+            whole = torch.randn(parameter.shape, generator=drawn)
+            part = held_part(whole, parameter)
+            parameter.grad = whole if part is whole else as_dtensor(part.contiguous(), parameter)
     optimizer.step()
 
 
