@@ -5,13 +5,11 @@ import threading
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import CheckpointError, RanksError, rank_timeout
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import shared_rng_state
 from tests._dist import run_cases, run_ranks
 from tests.api import agreed, all_ranks
 
@@ -144,11 +142,3 @@ def agree():
 
 def test_ranks_agree():
     run_ranks(agree, 3)
-
-
-def test_any_rank_of_a_fake_group_draws_from_its_own_random_state():
-    dist.init_process_group("fake", rank=3, world_size=8)
-    try:
-        assert torch.equal(shared_rng_state(), torch.get_rng_state())
-    finally:
-        dist.destroy_process_group()

@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
-from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-from tests._checkpoints import make_checkpoint, randomize
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
+from hf_fsdp_tools.testing import forget_accelerate
+from tests._checkpoints import full, make_checkpoint
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_within
 from tests.api import check_managed, local_device
 
 # ---- prepare ----
@@ -69,7 +67,36 @@ def ranks_with_other_numbers_of_batches(folder):
         make_accelerator(cpu=True).join_uneven_inputs([from_pretrained(folder)])
 
 
+def a_criterion_with_parameters(folder: Path) -> None:
+    """ClassyVision#394."""
+    rows, target = torch.arange(3, 15)[None] + dist.get_rank(), torch.tensor([dist.get_rank()])
+    for is_prepared in (False, True):
+        forget_accelerate()
+        accelerator = make_accelerator(cpu=True)
+        torch.manual_seed(0)
+        model: Any = from_pretrained(
+            folder, accelerator=accelerator, auto_class=AutoModel, load_kwargs={"progress": False}
+        )
+        criterion: Any = nn.Linear(model.config.hidden_size, 2)
+        optimizer: Any = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        if not is_prepared:
+            with pytest.raises(ConfigError, match=r"prepare\(model, criterion, optimizer\)"):
+                accelerator.prepare(model, optimizer)
+            continue
+        plain, head = AutoModel.from_pretrained(folder), nn.Linear(model.config.hidden_size, 2)
+        head.load_state_dict(criterion.state_dict())
+        model, criterion, optimizer = accelerator.prepare(model, criterion, optimizer)
+        accelerator.backward(nn.functional.cross_entropy(criterion(model(rows).last_hidden_state.mean(1)), target))
+        both = torch.stack([torch.arange(3, 15), torch.arange(4, 16)])
+        hidden = plain(both).last_hidden_state.mean(1)
+        nn.functional.cross_entropy(head(hidden), torch.arange(2)).backward()
+        torch.testing.assert_close(full(criterion.weight.grad), head.weight.grad)
+        name = "layers.0.mlp.up_proj.weight"
+        torch.testing.assert_close(full(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+
+
 PREPARED = (
+    a_criterion_with_parameters,
     ranks_with_other_numbers_of_batches,
     a_model_of_another_precision,
     a_plain_model_with_two_groups,
@@ -156,26 +183,6 @@ def _rotary(folder):
     return [model.model.rotary_emb.inv_freq.cpu() for model in models]
 
 
-def _shared_states():
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "vocab_size": 131,
-             "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8, "max_position_embeddings": 64,
-             "sliding_window": 8, "num_kv_shared_layers": 2, "pad_token_id": 0,
-             "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
-    plain, model = (
-        randomize(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))).to(local_device()).train()
-        for _ in range(2)
-    )
-    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = ParallelDims().build_mesh(local_device().type)
-    shard_model(model, make_wrap_plan(model), mesh=mesh, mp_policy=mp_policy)
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.bfloat16()
-    loss = _loss(model, 0)
-    loss.backward()
-    assert_within(loss.item(), lambda: _loss(plain, 0).item())
-
-
 def test_buffers_and_frequencies_come_through_and_nothing_is_broadcast(tmp_path):
     folders = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("deepseek_v3", "llama")}
     bf16 = make_checkpoint("llama", tmp_path / "bf16", dtype=torch.bfloat16)
@@ -183,7 +190,6 @@ def test_buffers_and_frequencies_come_through_and_nothing_is_broadcast(tmp_path)
         "buffers": partial(_persistent_buffers, folders["deepseek_v3"]),
         "traffic": partial(_traffic, folders["llama"]),
         "rotary": partial(_rotary, bf16),
-        "shared states": _shared_states,
     }
     first, second = run_ranks(run_cases, 2, cases)
     for found in (first, second):
