@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools import ParallelDims
+from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.batches import WORDS
 from tests.api import (
     PRECISIONS,
@@ -25,7 +26,6 @@ from tests.api import (
     with_kinds,
 )
 from tests.api import WORDS as ODD_WORDS
-from tests.census.agree import examine_sharded
 from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, model_classes
 from tests.census.sizes import SIZES
@@ -121,7 +121,11 @@ def examine_plain(
 def examine_on_ranks(folder: Path) -> Row:
     """What this rank's shards of the case in a folder compute, beside the plain model."""
     case, plain = torch.load(folder / "plain.pt", weights_only=False)
-    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"].state) for precision in plain}
+    rows = {}
+    for precision, figures in plain.items():
+        seen = compare.examine(case, load_sharded(case, precision), precision, figures, plain["fp32"].state)
+        seen.pop("module")
+        rows[precision] = {key: compare.worst(each) if isinstance(each, dict) else each for key, each in seen.items()}
     rows |= {precision: {"runs": fault_of(case, precision)} for precision in PRECISIONS if precision not in plain}
     return {f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}
 
@@ -152,8 +156,5 @@ def judged(ranks: list[Row]) -> Row:
             faults += [f"{key}: {what}" for what in values if what][:1]
         else:
             row[key] = max(values)
-    for precision in PRECISIONS:
-        if row.get(f"{precision}_gathered", 0) > row.get(f"{precision}_allowed", 0):
-            faults.append(f"{precision}: {row[f'{precision}_gathered']} units gathered at a time")
     why = "; ".join(dict.fromkeys(faults))
     return row | {"verdict": "failed" if why else "agrees", "why": why}

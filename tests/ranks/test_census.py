@@ -59,7 +59,6 @@ def _plain(model_type, folder):
 def _agrees(folder, model_type):
     row = judged([examine_on_ranks(folder / model_type)])
     assert row["verdict"] == "agrees", row["why"]
-    assert 1 <= row["fp32_gathered"] <= row["fp32_allowed"]
 
 
 def _sample(folder, types):

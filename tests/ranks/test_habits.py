@@ -12,12 +12,11 @@ import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.tensor import Replicate
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, default_data_collator
+from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
 from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_within
 from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
 from tests.api import local_tensor
 
@@ -99,17 +98,6 @@ def two_losses_in_two_backward_passes(parent: Path) -> None:
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
 
 
-def embeddings_before_the_model(parent: Path) -> None:
-    accelerator, ids = new_accelerator(), torch.arange(3, 15)[None]
-    plain = AutoModelForCausalLM.from_pretrained(parent).train()
-    model = from_pretrained(parent, accelerator=accelerator, load_kwargs={"progress": False}).train()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    for each in (model, plain):
-        each(inputs_embeds=each.get_input_embeddings()(ids), labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
-
-
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,23 +160,6 @@ def trainer(parent: Path, kind: type[ShardedTrainer] = ShardedTrainer, **setting
     return kind(model=model, args=args, train_dataset=make_rows(16), eval_dataset=make_rows(4))
 
 
-def evaluations_in_bf16_alone(parent: Path) -> None:
-    """transformers would cast the shards themselves."""
-    made = trainer(parent, max_steps=1, bf16_full_eval=True)
-    made.train()
-    found = made.evaluate()["eval_loss"]
-    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
-    made.args.bf16_full_eval = False
-    assert found != made.evaluate()["eval_loss"]
-    plain = LlamaForCausalLM(made.model.config).eval()
-    plain.load_state_dict({name: full(tensor) for name, tensor in made.model.state_dict().items()})
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.bfloat16()
-    batch = default_data_collator([*make_rows(4)])
-    with torch.no_grad():
-        assert_within(found, lambda: plain(**batch).loss.item())
-
-
 def losses_that_are_no_numbers(parent: Path) -> None:
     made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
     with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with tensor\(\[\d, "):
@@ -214,9 +185,8 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
-        gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
+        gradients_by_autograd_are_refused, two_losses_in_two_backward_passes,
         heads_that_ranks_choose, buffers_that_forward_changes,
-        evaluations_in_bf16_alone,
         losses_that_are_no_numbers, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)

@@ -13,7 +13,7 @@ import transformers as hf
 
 from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
+from tests._training import full_gradients
 from tests.api import build_case, shrink
 
 KINDS = {
@@ -111,12 +111,11 @@ def train_on_towers(
     assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
 
 
-def run_towers(cases: dict[str, Any], folder: Path) -> Any:
+def run_towers(cases: dict[str, Any]) -> Any:
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
     runs["llava, loss of its logits"] = partial(train_on_towers, *cases["llava"], of_logits=True)
     runs["llava, tower frozen"] = partial(train_on_towers, *cases["llava"], frozen="model.vision_tower")
     runs["raised"] = partial(a_pass_that_raised_leaves_nothing, *cases["llava"])
-    runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
     runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["llava"])
     return run_cases(runs)
 
@@ -131,25 +130,6 @@ def a_pass_that_raised_leaves_nothing(folder: Path, kind: Any, steps: list[list[
     assert gradients(model, [steps[0][dist.get_rank()]])
 
 
-def trains_in_a_trainer(
-    folder: Path, kind: Any, steps: list[list[Batch]], losses: Any, expected: Any, out: Path
-) -> None:
-    """Rows with an image on rank 0 only, two of them a step; evaluated on the same."""
-    batch = steps[0][dist.get_rank()]
-    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
-    settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 1}
-    settings |= {"per_device_train_batch_size": 1, "learning_rate": 1e-3}
-    trainer = ShardedTrainer(
-        model=model, args=arguments(out, **settings), train_dataset=[{"number": i} for i in range(16)],
-        eval_dataset=[{"number": i} for i in range(2)], data_collator=lambda rows: dict(batch),
-    )  # fmt: skip
-    first = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < first
-    moved = apart(full_parameters(trainer.model), full_parameters(kind.from_pretrained(folder)))
-    assert 1e-4 < moved < 1e-2  # two steps of Adam, each of at most the learning rate
-
-
 def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
     mesh = ParallelDims(tp_size=2)
     model = from_pretrained(folder, auto_class=kind, mesh=mesh, num_tokens=160, load_kwargs={"progress": False})
@@ -158,7 +138,7 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
 
 
 def test_images_on_one_rank_only(tmp_path):
-    run_ranks(run_towers, 2, cases_of(KINDS, tmp_path), tmp_path / "out")
+    run_ranks(run_towers, 2, cases_of(KINDS, tmp_path))
 
 
 # ---- layers ----

@@ -150,7 +150,6 @@ def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], p
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     constants.HF_HUB_OFFLINE = True
     PartialState.destroy_process_group = lambda *_: None  # one group for all runs
-    _note_logs(is_first)
     map_stream = IterableDataset.map
     IterableDataset.map = lambda *args, **given: map_stream(*args, **given | {"batch_size": 40})  # few rows are read
 
@@ -182,20 +181,6 @@ def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], p
         forget_accelerate()
         if is_first:
             print("=== done", flush=True)
-
-
-def _note_logs(is_first: bool) -> None:
-    """Make `--report_to noting` write what a tracker gets, into the output's folder."""
-    from transformers import TrainerCallback
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    class Noting(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **keywords: Any) -> None:
-            if is_first:
-                with open(Path(args.output_dir, "noted.jsonl"), "a") as file:
-                    file.write(json.dumps(logs) + "\n")
-
-    INTEGRATION_TO_CALLBACK["noting"] = Noting
 
 
 def _noting(save: Callable[..., Any], model_and_folder: Callable[..., tuple[Any, str]], probe: dict[str, Any]) -> Any:

@@ -22,8 +22,8 @@ def texts(count: int, length: int, seed: int) -> list[str]:
 def series(tmp_path_factory) -> Series:
     folder = tmp_path_factory.mktemp("packed")
     for kind in KINDS.values():
-        word_tokenizer().save_pretrained(make_quantized(kind, folder / kind))
-    word_tokenizer().save_pretrained(make_checkpoint("llama", folder / "plain"))
+        word_tokenizer().save_pretrained(make_quantized(kind, folder / "bases" / kind))
+    word_tokenizer().save_pretrained(make_checkpoint("llama", folder / "bases" / "plain"))
     pairs = zip(texts(8, 4, 1), texts(8, 5, 2), texts(8, 5, 3), strict=True)
     rows = {"text": [{"text": text} for text in texts(16, 9, 0)]}
     rows["pairs"] = [{"prompt": each, "chosen": f" {one}", "rejected": f" {other}"} for each, one, other in pairs]
@@ -35,12 +35,12 @@ def series(tmp_path_factory) -> Series:
     evaluated = ["--eval_strategy", "steps", "--eval_steps", "1"]
     head = ["--lora_modules_to_save", "lm_head", "--gradient_accumulation_steps", "2", *evaluated]
     head += ["--gradient_checkpointing", "true", "--bf16", "true"]
-    floats = {"head": ["finetune", *ours, f"{folder}/{KINDS['head']}", *data["text"], *head]}
-    floats["dpo"] = ["dpo", *ours, f"{folder}/{KINDS['dpo']}", *data["pairs"], *evaluated]
-    stored = floats | {"fp8": ["finetune", *ours, f"{folder}/fp8", *data["text"]]}
+    floats = {"head": ["finetune", *ours, f"{folder}/bases/{KINDS['head']}", *data["text"], *head]}
+    floats["dpo"] = ["dpo", *ours, f"{folder}/bases/{KINDS['dpo']}", *data["pairs"], *evaluated]
+    stored = floats | {"fp8": ["finetune", *ours, f"{folder}/bases/fp8", *data["text"]]}
     runs = {name: [*words, "--dequantize", "false"] for name, words in stored.items()}
     runs |= {f"{name}-floats": words for name, words in floats.items()}
-    refused = {"plain": ["finetune", *ours, f"{folder}/plain", *data["text"], "--dequantize", "false"]}
+    refused = {"plain": ["finetune", *ours, f"{folder}/bases/plain", *data["text"], "--dequantize", "false"]}
     return launch_series(folder, runs, refused=refused)
 
 
@@ -64,7 +64,7 @@ def test_transformers_and_peft_open_the_adapter_on_the_same_base(series, name):
     assert all("lora_" in key for key in series.weights(name))
     if "compressed" in KINDS[name] and RELEASE <= (5, 17):
         pytest.skip("this transformers leaves these to a package that rounds otherwise")
-    base = dequantized_by_transformers(KINDS[name], series.folder / KINDS[name], torch.float32).float()
+    base = dequantized_by_transformers(KINDS[name], series.folder / "bases" / KINDS[name], torch.float32).float()
     series.check_opened(name, PeftModel.from_pretrained(base, series.folder / name))
 
 

@@ -1,55 +1,18 @@
 """Scripts of `benchmarks/` name what exists, take the options that documents show, and estimate in their smallest form.
 `tests/ranks/test_benchmarks.py` starts those that need ranks."""
 
-import ast
-import importlib
 import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py"))
-
-
-def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of all that a file takes from modules: by `from … import`, or as an attribute of an import."""
-    modules: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
-            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            yield modules[node.value.id], node.attr
-
-
-def there(module: str, name: str) -> bool:
-    """Whether a module has a name; also whether it is no module at all, but a class or a value."""
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        above, _, _ = module.rpartition(".")
-        return error.name == module and hasattr(importlib.import_module(above), module.rpartition(".")[2])
-    if hasattr(found, name):
-        return True
-    try:
-        return importlib.import_module(f"{module}.{name}") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_what_a_script_takes_from_modules_is_there(file: str) -> None:
-    assert not [each for each in named(ast.parse((ROOT / file).read_text())) if not there(*each)]
 
 
 def shown() -> dict[str, set[str]]:
@@ -92,14 +55,12 @@ def test_the_script_for_gpus_is_one_that_bash_reads() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / "gpu.sh")], check=True)
 
 
-@pytest.mark.parametrize("fit", [[], pytest.param(["--fit"], marks=pytest.mark.nightly)])
-def test_published_trainings_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fit: list[str]) -> None:
+def test_published_trainings_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    words = ["published", "throughput", "--rows", "mpt-125m a100-80gb x8 seq 512", "--output", str(page), *fit]
+    words = ["published", "throughput", "--rows", "mpt-125m a100-80gb x8 seq 512", "--output", str(page)]
     monkeypatch.setattr(sys, "argv", ["foresight.py", *words])
     runpy.run_path(str(ROOT / "benchmarks" / "foresight.py"), run_name="__main__")
     assert re.search(r"^\| tokens per second \| \d+ \| \d+\.\d% ", page.read_text(), re.MULTILINE)
-    assert ("## Constants" in page.read_text()) == bool(fit)
 
 
 def test_trainings_of_a_plan_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

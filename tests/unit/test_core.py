@@ -1,7 +1,6 @@
 """The core runs without `extensions/` and what stands on it: in a copy that has only the core's rooms."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,14 +10,12 @@ import pytest
 
 import hf_fsdp_tools
 from tests._checkpoints import make_checkpoint
-from tests.test_architecture import CORE, imports, modules, room_of
+from tests.test_architecture import CORE, modules, room_of
 
 FOR_TESTS = ("testing", "proof", "proof.shrink", "proof.batches")
 """Modules beside the core that tests need: they launch ranks, and make small models and batches."""
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
-TESTS = Path(__file__).parents[1]
-
 RUN = """
 import importlib, pkgutil, sys, torch, hf_fsdp_tools
 for each in pkgutil.walk_packages(hf_fsdp_tools.__path__, "hf_fsdp_tools."):
@@ -72,33 +69,3 @@ def test_the_core_loads_trains_and_saves_without_the_rooms_below(core: Path, tmp
         "package.",
         "ModuleNotFoundError: No module named 'hf_fsdp_tools.extensions'",
     ]
-
-
-BESIDE = (
-    "test_core",
-    "test_export",
-    "test_extending",
-    "test_notebook",
-    "test_opening",
-    "test_phases",
-    "test_pieces",
-)
-BESIDE += ("test_certificates", "test_gpu_plan", "test_space")
-"""Tests of core and more, or whose helpers need more."""
-
-
-def is_of_core(path: Path) -> bool:
-    """Whether a test names nothing beside the core and what tests need."""
-    homes, text = hf_fsdp_tools._MODULE_OF, path.read_text()
-    needed = {*imports(path)} | {home for name, home in homes.items() if re.search(rf"\b{name}\b", text)}
-    return {*map(room_of, needed)} <= {*CORE, "testing", "proof"} and path.stem not in BESIDE
-
-
-@pytest.mark.nightly
-def test_the_cores_tests_pass_without_the_rooms_below(core: Path) -> None:
-    shutil.copy(TESTS.parent / "pyproject.toml", core)  # with which tests are nightly
-    shutil.copytree(TESTS, core / "tests", ignore=shutil.ignore_patterns("__pycache__", "ranks", "recipes"))
-    files = [f"tests/unit/{path.name}" for path in sorted((TESTS / "unit").glob("test_*.py")) if is_of_core(path)]
-    assert len(files) > 20
-    done = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
-    assert done.returncode == 0, done.stdout[-4000:]

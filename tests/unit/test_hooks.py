@@ -10,10 +10,9 @@ from accelerate.checkpointing import save_accelerator_state
 from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin
-from hf_fsdp_tools.integrations import hooks
-from hf_fsdp_tools.integrations.hooks import check_hooks, overridden
-from tests.api import _NEWEST, ShardedAccelerator, ShardedScaler
+from hf_fsdp_tools import FSDPTrainerMixin
+from hf_fsdp_tools.integrations.hooks import overridden
+from tests.api import ShardedAccelerator, ShardedScaler
 
 EXTENDED = ((FSDPTrainerMixin, Trainer), (ShardedAccelerator, Accelerator), (ShardedScaler, torch.amp.GradScaler))
 HOOKS = [(own, base, name) for own, base in EXTENDED for name in overridden(own)]
@@ -52,27 +51,3 @@ def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
     mine = [p.name for p in parameters if p.kind not in ANY and p.name not in added]
     assert mine == theirs[: len(mine)]
     assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
-
-
-def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monkeypatch):
-    class Fine(FSDPTrainerMixin, Trainer):
-        pass
-
-    with pytest.raises(ConfigError, match=r"Trainer stands first.* Write class WrongOrder\(FSDPT"):
-
-        class WrongOrder(Trainer, FSDPTrainerMixin):
-            pass
-
-    monkeypatch.delattr(Trainer, "_save_rng_state")
-    with pytest.raises(ConfigError, match=r"FSDPTrainerMixin overrides _save_rng_state, which .* does not have"):
-
-        class Renamed(FSDPTrainerMixin, Trainer):
-            pass
-
-    hooks._warn_of_untried_versions.cache_clear()
-    monkeypatch.setitem(_NEWEST, "transformers", "5.2")
-    with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.\d+ to 5\.2") as seen:
-        for _ in range(2):
-            check_hooks(ShardedScaler, torch.amp.GradScaler)
-    assert [each.filename for each in seen] == [__file__], "it names the line outside of the package"
-    hooks._warn_of_untried_versions.cache_clear()

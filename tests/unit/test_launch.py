@@ -7,15 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
-from transformers import Trainer, TrainingArguments
 
-from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.distributed import mesh
-from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, loopback_advice, rank_on_node
+from hf_fsdp_tools import make_accelerator
+from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, rank_on_node
 from hf_fsdp_tools.errors import MeshError
-from tests._checkpoints import make_model
 from tests.api import check_environment
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -147,27 +143,3 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
     two_machines.setenv("MASTER_PORT", "29500")
     with pytest.warns(UserWarning, match=r"resolves to 127.* Set GLOO_SOCKET"), pytest.raises(KeyboardInterrupt):
         ensure_process_group("cpu")
-    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert loopback_advice() == ""
-    two_machines.setattr(mesh, "_set_device", torch.device)
-    with pytest.raises(KeyboardInterrupt):
-        ensure_process_group("cuda")
-    assert dist.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
-    two_machines.setenv("GLOO_SOCKET_IFNAME", "")
-    two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
-    assert loopback_advice() == ""
-
-
-def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):
-    class OurTrainer(FSDPTrainerMixin, Trainer):
-        pass
-
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2, report_to=[])
-    args._n_gpu = 8  # as on a machine with eight GPUs
-    args._setup_devices = PartialState().device = torch.device("mps")  # as on a Mac
-    assert args.train_batch_size == 16
-    with pytest.warns(UserWarning, match="1 of 8 devices is used .* torchrun --nproc-per-node=8"):
-        trainer = OurTrainer(model=make_model("llama"), args=args)
-    assert (args.n_gpu, args.train_batch_size, args.device) == (1, 2, trainer.accelerator.device)
-    assert trainer.accelerator.device == torch.device("cpu")
-    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)

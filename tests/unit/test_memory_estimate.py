@@ -4,17 +4,15 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from torch import nn
 from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import ConfigError, estimate_memory
-from hf_fsdp_tools.foresight import forecast, memory
+from hf_fsdp_tools.foresight import memory
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import tiny_config
 from tests.api import gpu_named
 
 GPU = gpu_named("a100-80gb")
@@ -78,10 +76,8 @@ def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
     assert "does not fit" in str(full)
 
 
-def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A configuration, its file and a model, changed in place; a copy of each needs no other dry run."""
+def test_what_has_changed_is_estimated_anew(tmp_path: Path) -> None:
+    """A configuration, its file and a model, changed in place."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
     )
@@ -100,14 +96,10 @@ def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
     assert models == [(small + large) // 2, small] and estimate_memory(model, max_length=8).num_params == small
     model.lm_head = nn.Linear(64, 50, bias=False, device="meta")
     assert estimate_memory(model, max_length=8).num_params == small - 50 * 64
-    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
-    estimate_memory(model, max_length=8)
     assert estimate_memory(deepcopy(config), max_length=8).num_params == small
 
 
-def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate_memory(config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512)
-    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
+def test_what_ifs(config: LlamaConfig) -> None:
     changes: list[dict[str, Any]] = [
         dict(num_processes=64, gpu="h100"),
         dict(num_processes=64, dp_replicate_size=8, gradient_accumulation_steps=2),
@@ -129,25 +121,5 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
     ]
     said = [str(estimate_memory(config, **each)) for each in far]
     assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
-    with pytest.raises(AssertionError, match="a dry run"):
-        estimate_memory(config, num_processes=8, per_device_train_batch_size=3, max_length=512)
     with pytest.raises(ConfigError, match=r"'train_batch_size': did you mean per_device_train_batch_size"):
         estimate_memory(config, train_batch_size=2)
-
-
-def test_a_classifier_with_an_encoder_and_a_decoder_gets_rows_that_end() -> None:
-    kwargs = {"auto_class": "AutoModelForSequenceClassification"}
-    config = tiny_config("t5")
-    config.decoder_start_token_id = 0
-    assert estimate_memory(config, max_length=64, model_kwargs=kwargs).fits
-
-
-@pytest.mark.parametrize(("kind", "least", "most"), [("mamba2", 0.49, 0.52), ("bloom", 0.9, 1.0)])
-def test_context_parallelism_halves_what_exchanges_heads_and_not_what_takes_whole_rows(
-    kind: str, least: float, most: float
-) -> None:
-    config = tiny_config(kind)
-    alone, shared = (
-        estimate_memory(config, num_processes=2, cp_size=size, max_length=512).at_peak["activations"] for size in (1, 2)
-    )
-    assert least < shared / alone < most

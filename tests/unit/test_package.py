@@ -1,49 +1,22 @@
 """What is installed: recipes and configs are in the wheel, and `hf-fsdp NAME` starts a recipe as a user expects."""
 
 import os
-import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import hf_fsdp_tools
 from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
 from tests._dist import imitate_gpus
-from tests.api import launch_main, main, patched
+from tests.api import main
 from tests.unit.test_cli import says
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = {path.name for path in (REPOSITORY / "recipes").glob("*.py")}
-CONFIGS = {path.name for path in (REPOSITORY / "accelerate_configs").glob("[0-9c]*.*")}
-
-
-def names_in_the_wheel(folder: Path, source: Path = REPOSITORY) -> set[str]:
-    pytest.importorskip("hatchling", reason="building the wheel needs its backend")
-    code = f"import hatchling.build; print(hatchling.build.build_wheel({str(folder)!r}))"
-    built = subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, text=True)
-    with zipfile.ZipFile(folder / built.stdout.split()[-1]) as wheel:
-        return set(wheel.namelist())
-
-
-@pytest.mark.nightly
-def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
-    names = names_in_the_wheel(tmp_path)
-    assert {"hf_fsdp_tools/py.typed", "hf_fsdp_tools/__main__.py", "hf_fsdp_tools/cli/main.py"} <= names
-    templates = {path.name for path in (REPOSITORY / "hf_fsdp_tools" / "cli" / "templates").glob("*.j2")}
-    assert len(templates) == 4 and {f"hf_fsdp_tools/cli/templates/{name}" for name in templates} <= names
-    for folder, files in (("recipes", RECIPES), ("accelerate_configs", CONFIGS)):
-        assert files and {f"hf_fsdp_tools/{folder}/{name}" for name in files} <= names
-    models = {path.name for path in (REPOSITORY / "accelerate_configs" / "models").glob("*.yaml")}
-    assert models and {f"hf_fsdp_tools/accelerate_configs/models/{name}" for name in models} <= names
-    assert not any(name.startswith(("tests/", "benchmarks/", "recipes/")) for name in names)
 
 
 @pytest.mark.nightly
@@ -63,25 +36,6 @@ def test_what_is_built_installs_and_starts(kind, tmp_path):
     words = [sys.executable, "-P", "-c", code]
     done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert Path(done.stdout.strip()).is_relative_to(target)
-
-
-@pytest.mark.nightly
-def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
-    """Its base has CI's torch, its command is the README's first, and what it copies suffices for the wheel."""
-    lines = [line for line in (REPOSITORY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
-    (torch,) = re.findall(r"^torch==(.*)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
-    assert lines[0].startswith(f"FROM pytorch/pytorch:{torch}-cuda") and lines[-1] == 'CMD ["hf-fsdp", "finetune"]'
-    assert "&& hf-fsdp finetune\n" in (REPOSITORY / "README.md").read_text()
-    copied = re.findall(r"^!(\S+)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
-    assert "constraints.txt" in copied
-    for name in copied:
-        path = REPOSITORY / name
-        (tmp_path / "image").mkdir(exist_ok=True)
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / "image" / name)
-    (tmp_path / "wheel").mkdir()
-    made = names_in_the_wheel(tmp_path / "wheel", tmp_path / "image")
-    (tmp_path / "whole").mkdir()
-    assert made == names_in_the_wheel(tmp_path / "whole")
 
 
 EIGHT = LaunchConfig(num_processes=8).to_accelerate_yaml()
@@ -213,25 +167,3 @@ def test_what_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tm
     assert main(["finetune", *words.split()]) == 1 and not started
     said = capsys.readouterr().err
     assert cure in said and (said.count("\n") == 1 or text not in (None, EIGHT))
-
-
-@pytest.mark.parametrize(
-    ("failed", "said"),
-    [
-        (ChildFailedError("it", {1: ProcessFailure(1, 7, 1, "")}), "rank 1 ended with exit code 1; its error stands"),
-        (ChildFailedError("it", {3: ProcessFailure(0, 7, -9, "")}), "rank 3 was ended by SIGKILL .*memory was full"),
-        (subprocess.CalledProcessError(-15, "it"), "the process was ended by SIGTERM$"),
-    ],
-)
-def test_the_launcher_passes_experts_on_and_ends_with_a_line(failed, said, monkeypatch, tmp_path):
-    def fail():
-        assert os.environ["FSDP_EP_SIZE"] == "2", "Accelerate's own launcher leaves it out"
-        raise failed
-
-    path = tmp_path / "experts.yaml"
-    path.write_text(LaunchConfig(num_processes=2, ep_size=2).to_accelerate_yaml())
-    monkeypatch.setattr(sys, "argv", ["launch", "--config_file", str(path), "script.py", "--ep_size", "3"])
-    monkeypatch.setenv("FSDP_EP_SIZE", "")
-    monkeypatch.delenv("FSDP_EP_SIZE")
-    with patched(launch=fail), pytest.raises(SystemExit, match=f"^hf-fsdp: {said}"):
-        launch_main()

@@ -6,11 +6,8 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.doge import modeling_doge
 
-from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.extensions.context_parallel import _padded as padded
-from hf_fsdp_tools.extensions.readers import _of_part_of_heads_in as of_part_of_heads_in
 from tests._checkpoints import tiny_config
-from tests.api import KEYS, Rows, check_rows, find_readers, mixes_tokens_itself, of_tokens
+from tests.api import KEYS, check_rows, find_readers, mixes_tokens_itself
 
 modeling_beam = pytest.importorskip("transformers.models.beam.modeling_beam", reason="transformers 5.23 has it")
 ATTENTION, CONVOLUTION = "ALL_ATTENTION_FUNCTIONS", "causal_conv1d_fn"
@@ -56,14 +53,6 @@ def test_heads_that_ranks_do_not_divide_need_any_mask_or_whole_rows():
     assert readers_of("llama", "flex_attention", **three) == {"LlamaAttention": set()}
 
 
-def test_a_kernel_in_place_of_a_module_is_given_whole_rows():
-    with torch.device("meta"):
-        block = AutoModelForCausalLM.from_config(tiny_config("llama")).model.layers[0]
-    assert list(find_readers(block, 2)) == [(block.self_attn, frozenset({ATTENTION}))]
-    block.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    assert list(find_readers(block, 2)) == [(block.self_attn, frozenset())]
-
-
 class Smoothing(nn.Module):
     """Mixes tokens by a convolution, without a cache."""
 
@@ -81,40 +70,3 @@ def test_a_convolution_reads_other_tokens():
     assert mixes_tokens_itself(smoothing)
     smoothing.wide = smoothing.narrow
     assert not mixes_tokens_itself(smoothing) and not list(find_readers(nn.Sequential(smoothing), 2))
-
-
-def test_only_what_belongs_to_tokens_is_changed():
-    hidden, angles, filled = torch.zeros(2, 6, 4), torch.zeros(1, 1, 6, 4), {"layer": torch.zeros(2, 4, 6)}
-
-    def half(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.narrow(dim, 0, 3)
-
-    assert of_tokens("hidden_states", (hidden, None), 6, half)[0].shape == (2, 3, 4)
-    assert of_tokens("hidden_states", torch.zeros(4, 2, 6, 8), 6, half).shape == (4, 2, 3, 8)
-    assert of_tokens("position_embeddings", [angles], 6, half)[0].shape == (1, 1, 3, 4)
-    assert of_tokens("shared_kv_states", filled, 6, half) is filled, "the model fills it while it runs"
-
-
-def test_a_scan_gets_whole_rows_of_a_part_of_the_heads_and_the_boundaries_of_whole_rows():
-    """Without a group, what the others send is what this rank has."""
-    rows, given = Rows(None, 1, 2, is_cut=True, length=6), {}
-    states, rates, groups = torch.zeros(1, 3, 4, 8), torch.zeros(1, 3, 4), torch.zeros(1, 3, 1, 5)
-    per_head, documents, boundaries = torch.arange(4.0), torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 4, 6])
-
-    def scan(hidden_states: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        given.update(kwargs, args=args)
-        return hidden_states, None
-
-    known = of_part_of_heads_in({"mamba2_chunk_scan": scan}, rows)
-    options = {"D": per_head, "seq_idx": documents, "cu_seqlens": boundaries}
-    output, state = known["mamba2_chunk_scan"](states, rates, groups, **options)
-    assert output.shape == states.shape and state is None
-    assert [tuple(each.shape) for each in given["args"]] == [(1, 6, 2), (1, 6, 1, 5)]
-    assert given["D"].tolist() == [2, 3] and given["seq_idx"].shape == (1, 6) and given["cu_seqlens"] is boundaries
-    with pytest.raises(ConfigError, match="3 heads cannot be divided among 2 ranks"):
-        known["mamba2_chunk_scan"](states[:, :, :3])
-
-
-def test_the_padding_of_a_packed_row_is_a_document_of_its_own():
-    rows = Rows(None, 0, 4, is_cut=True, length=6)
-    assert padded("cu_seq_lens_q", torch.tensor([0, 4, 6]), rows).tolist() == [0, 4, 6, 8]

@@ -156,29 +156,6 @@ def test_every_nth_block_recomputes_where_memory_allows():
     assert fixed.setup.activation_checkpointing_every_n_layers == 2, "where it is asked for, too"
 
 
-def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
-    """Before anything else is offloaded, and not where it is refused."""
-    toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_processes=8, max_length=8192)
-    best = choose(setup, toy)
-    assert best.setup.activation_checkpointing_offload and not best.setup.offload_params
-    with pytest.raises(ConfigError, match="What fits: with activation_checkpointing_offload"):
-        choose(setup, toy, fixed=("activation_checkpointing_offload", "offload_params", "optimizer"))
-
-
-def test_what_is_given_stays():
-    toy, setup = (
-        Toy(),
-        TrainingSetup(
-            num_processes=32, dp_replicate_size=2, per_device_train_batch_size=3, activation_checkpointing=True
-        ),
-    )
-    given = ("dp_replicate_size", "per_device_train_batch_size", "activation_checkpointing")
-    best = choose(setup, toy, fixed=given, global_batch_size=192)
-    assert best.setup.gradient_accumulation_steps == 2
-    for field in given:
-        assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
-
-
 def test_faster_settings_that_nobody_asked_for_are_named():
     """What changes how numbers are rounded, or what a step learns from, is proposed and never chosen."""
 
@@ -271,23 +248,6 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
     assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).setup.ep_size == 8
     quick = Toy(gather=1e-4, latency=0, most_experts=16)
     assert choose(setup, quick).setup.ep_size == 1 and all(one.ep_size == 1 for one in quick.asked)
-
-
-def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
-    lora = TrainingSetup(num_processes=8, lora_r=16)
-    small = choose(lora, Toy(stored=1.5))
-    assert small.setup.dequantize, "which is faster"
-    assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
-    alone = choose(lora, Toy(2e11, stored=1.5))
-    assert not alone.setup.dequantize and not alone.setup.offload_params
-    assert "without dequantize" in str(alone)
-    with pytest.raises(ConfigError, match=r"What fits: .*without dequantize"):
-        choose(TrainingSetup(lora_r=16, wrapping="none"), Toy(3e10, stored=1.5), fixed=("dequantize", "load_in_4bit"))
-    toy = Toy(stored=1.5)
-    choose(lora, toy, fixed=("dequantize",))
-    assert all(one.dequantize for one in toy.asked)
-    assert not choose(replace(lora, dequantize=False), toy).setup.dequantize
-    assert choose(lora, Toy()).setup.dequantize, "of a base that has no other form"
 
 
 def test_a_global_batch_or_a_margin_that_cannot_be():

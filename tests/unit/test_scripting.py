@@ -18,16 +18,15 @@ pytest.importorskip("trl")
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
-from PIL import Image
 from pyarrow import feather, parquet
 from transformers import AutoTokenizer
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools import CheckpointError, ConfigError, scripting
-from hf_fsdp_tools.scripting import ModelArguments, data, progress, run, running
+from hf_fsdp_tools.scripting import ModelArguments, data, run
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from tests._documents import blocks
-from tests.api import make_demo_model, share_loader, share_of_stream
+from tests.api import make_demo_model, share_of_stream
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
@@ -310,29 +309,6 @@ def test_conversations_are_shown_to_the_chat_template_and_marked_turns_are_maske
             assert "BAD" in tokenizer.decode(part[0]["input_ids"])
 
 
-def test_words_of_a_csv_are_words_and_splits_and_images_are_those_that_are_there(tmp_path):
-    (tmp_path / "t.csv").write_text("text\n" + "NA\nNone\nnull\n\n" * 10)
-    assert set(splits("t.csv", eval_strategy="no")[0]["text"]) == {"NA", "None", "null"}
-    script = ScriptArguments(dataset_name="t.csv", dataset_test_split="nosuch")
-    with pytest.raises(ConfigError, match=r"no split 'nosuch', only train. Name one with --dataset_test_split"):
-        scripting.load_splits(script, trainer_arguments(), columns=SFT)
-    folder = tmp_path / "data"
-    folder.mkdir()
-    Image.new("RGB", (4, 4)).save(folder / "a.png")
-    (folder / "bad.png").write_bytes(b"no image")
-    for count, picture, said in ((1, "a.png", ""), (1_100, "b.png", "no file here"), (1_100, "bad.png", "be read as")):
-        rows = [{"images": [picture if n == count - 1 else "a.png"], **CHAT[0]} for n in range(count)]
-        data = lines(folder / "rows.jsonl", rows)
-        if said:
-            with pytest.raises(
-                ConfigError, match=rf"line 1100: .* images that can be opened, and .*{picture}' .*{said}"
-            ):
-                splits(data, columns=[{"images", "messages"}], eval_strategy="no")
-        else:
-            training, _ = splits(data, columns=[{"images", "messages"}], eval_strategy="no")
-            assert training[0]["images"] == [str(folder / "a.png")]
-
-
 def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path):
     rows = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(9))
     for name in ("a.ndjson", "a.JSONL"):
@@ -405,16 +381,6 @@ def test_rows_of_several_kinds_and_names_are_mixed_and_streams_are_read_in_turn(
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
     with pytest.raises(ConfigError, match=r"cannot be mixed: some of `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
-    Image.new("RGB", (4, 4)).save("a.png")
-    one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
-    wanted = [{"images", "messages"}, {"image", "messages"}]
-    for name, rows in (("image", one), ("images", many)):
-        data = lines(tmp_path / f"{name}.jsonl", rows)
-        training, _ = splits(data, named={"image": "picture"}, columns=wanted)
-        assert set(training.column_names) == {name, "messages"} and str(tmp_path / "a.png") in str(training[0][name])
-    parts = [lines(tmp_path / f"{name}.jsonl", [{name: name}] * 40) for name in ("text", "body")]
-    training, _ = splits(",".join(parts), named={"text": "body"})
-    assert set(training["text"]) == {"text", "body"}
     names = ",".join(lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}{row}"} for row in range(400)]) for n in "ab")
     with pytest.raises(ConfigError, match="--max_steps"):
         splits(names, dataset_streaming=True)
@@ -439,23 +405,6 @@ def test_columns_of_other_names_get_those_of_the_recipe(streaming, tmp_path, mon
     assert [turn["role"] for turn in shared["messages"]] == ["user", "assistant"]
     question, _, _ = parsed(monkeypatch, "--dataset_name", "x", "--model_name_or_path", "y", "--prompt_column", "q")
     assert question.column_names == {"text": None, "messages": None, "prompt": "q", "completion": None}
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"text": "bodi"}, r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body"),
-        ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
-        ({"text": "body"}, r"body: rows.jsonl has another column `text`. Rename or give --dataset_text_field instead"),
-        ({"prompt": "q", "completion": "q"}, "--prompt_column q: another option names this column too"),
-    ],
-)
-def test_a_column_that_is_not_there_is_named_with_those_that_are(named, message, tmp_path):
-    row = {"body": "b", "text": "t", "a": {"en": "f"}, "q": "?"}
-    lines(tmp_path / "rows.jsonl", [row if named else {"q": "?"}] * 9)
-    with pytest.raises(ConfigError, match=message) as caught:
-        splits("rows.jsonl", named=named)
-    assert "\n" not in str(caught.value)
 
 
 # ---- before the model is loaded ----
@@ -538,11 +487,6 @@ def test_prepared_rows_are_looked_at_and_lists_of_model_arguments_are_read(capsy
     check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
     assert "4 of the first 5 rows fill --max_length 3; longer rows are cut there" in capsys.readouterr().out
     check_prepared_rows(SimpleNamespace(args=args, train_dataset=[{"input_ids": [1], "labels": 2}]))
-    for names in (["q_proj,v_proj"], ["q_proj,", "v_proj"]):
-        read = ModelArguments(lora_target_modules=names, lora_modules_to_save=["lm_head,model.embed_tokens"])
-        assert read.lora_target_modules == ["q_proj", "v_proj"]
-        assert read.lora_modules_to_save == ["lm_head", "model.embed_tokens"]
-    assert ModelArguments(lora_target_modules=[r".*(q|v){1,2}_proj"]).lora_target_modules == r".*(q|v){1,2}_proj"
 
 
 @pytest.mark.parametrize(
@@ -628,48 +572,4 @@ def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch
     assert len(set.union(*shares)) >= 7 * files - 4
 
 
-def test_a_share_of_a_stream_has_no_row_that_is_held_out_and_needs_one(monkeypatch):
-    chats = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(6)]
-    chats[1][0]["name"] = "Ada"  # a key that Arrow gives all turns of a data set
-    rows = [{"messages": chats[n], "id": place} for place, n in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
-    held_out = Dataset.from_list(rows[:2])
-    whole = IterableDataset.from_generator(lambda: iter(rows))
-    left = share(monkeypatch, 0, 1, whole, held_out=held_out, columns={"text", "messages"})
-    assert {row["id"] for row in islice(left, 20)} == {2, 3, 4, 5}
-    args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
-    trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
-    batches = [[row["text"] for row in batch] for batch in share_loader(trainer, has_state=False)]
-    assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
-    shuffled = texts(share(monkeypatch, 0, 1, stream(2, 5), seed=3), 20)
-    assert shuffled[:10] != sorted(shuffled[:10]) and sorted(shuffled[:10]) == texts(stream(2, 5), 10)
-    assert shuffled[10:] == shuffled[:10], "each row once before any comes again"
-    with pytest.raises(ConfigError, match=r"rank 2 of 3 has no row to train on.*fewer processes"):
-        share(monkeypatch, 2, 3, stream(1, count=2))
-    with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):
-        share(monkeypatch, 0, 1, stream(1, count=5), held_out=list(stream(1, count=5)))
-
-
 # ---- what a run shows ----
-
-
-def test_a_bar_has_the_lines_of_logs_above_it_and_no_dictionaries(capsys, monkeypatch):
-    written = []
-    monkeypatch.setattr(progress.tqdm, "write", written.append)
-    monkeypatch.setattr(progress, "all_ranks", lambda value, doing: [value])
-    state = SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True, log_history=[])
-    args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1, world_size=1)
-    lines = progress.Progress(has_bar=True)
-    lines.on_train_begin(args, state, None)
-    state.global_step = 5
-    for shown in (lines, running._Bar()):
-        shown.on_log(args, state, None, logs={"loss": 2.5})
-    (line,) = written
-    assert line.startswith("step 5 of 10: loss 2.500, ") and capsys.readouterr().out == ""
-    assert "can do" not in line
-    lines.on_log(args, state, None, logs={"loss": 0.0, "frac_reward_zero_std": 1.0})
-    assert "same reward, so that nothing is learnt" in written[-1]
-    best = SimpleNamespace(metric_for_best_model="acuracy")
-    with pytest.raises(ConfigError, match="best_model acuracy: no evaluation gives it: did you mean eval_accuracy"):
-        lines.on_evaluate(best, state, None, metrics={"eval_accuracy": 1.0, "eval_loss": 1.0})
-    best.metric_for_best_model = "loss"
-    lines.on_evaluate(best, state, None, metrics={"eval_loss": 1.0})

@@ -8,19 +8,17 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
-from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup
-from hf_fsdp_tools.scripting import arguments, running, setups
+from hf_fsdp_tools import LaunchConfig, TrainingSetup
+from hf_fsdp_tools.scripting import arguments
 from tests._dist import imitate_gpus
-from tests.api import RECIPES, named_config, recipes, setup_of, show_bytes
+from tests.api import RECIPES, named_config, recipes, setup_of
 from tests.unit.test_cli import run
 from tests.unit.test_shipped_configs import FOLDER, MODELS, SHIPPED, header
 
@@ -168,35 +166,6 @@ def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, ca
     said = " ".join(run(capsys, recipe, "--help")[1].split())
     assert re.search(rf"--use_peft .*learning rate {rates[0]:g} unless", said) and "--ema_decay" in said
     assert "--streams_are_shares" not in said
-
-
-def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeypatch):
-    """On a GPU: as `hf-fsdp estimate` says it of the same launch config and options, else why it cannot."""
-    words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--max_length", "512", "--use_peft"]
-    _, training, model_args = parsed("dpo", words, monkeypatch, 1)
-    plugin = FSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
-    known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
-    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
-    state = SimpleNamespace(fsdp_plugin=FSDPPlugin(cpu_offload=True))
-    offloading = SimpleNamespace(**{**vars(gpu), "state": state})
-    monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
-    monkeypatch.setattr(running, "_recipe", "dpo")
-    running._say_estimate(model_args, training, gpu)
-    said = capsys.readouterr().out
-    options = "--gpu h100-80gb --num-processes 4 --max-length 512 --lora-r 16 --lora-dropout 0.05 --recipe dpo --json"
-    options += " --activation-checkpointing --activation-checkpointing-every-n-layers 2 --num-machines 1"
-    options += f" --per-device-train-batch-size {training.per_device_train_batch_size}"
-    options += " --lora-target-modules q_proj,v_proj"
-    memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
-    assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
-    machine = json.loads(json.dumps(setups.machine_of(gpu)))
-    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload_params"]
-    model_args.use_dora = True
-    running._say_estimate(model_args, training, gpu)
-    assert "no estimate of the peak: what --use_dora True takes is not estimated" in capsys.readouterr().out
-    running._say_estimate(model_args, training, SimpleNamespace(**{**vars(gpu), "device": torch.device("cpu")}))
-    assert not capsys.readouterr().out
 
 
 FILES = [path for path in SHIPPED if path.stem != "cpu"]

@@ -1,6 +1,5 @@
 """`accelerate_configs/`: what `hf-fsdp config` writes today."""
 
-import json
 import math
 import re
 import sys
@@ -12,7 +11,6 @@ import yaml
 
 from hf_fsdp_tools import LaunchConfig
 from tests._dist import imitate_gpus
-from tests.api import main
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "accelerate_configs"
@@ -48,89 +46,3 @@ def test_what_is_shipped_is_what_is_made_today(name: str, monkeypatch: Any, caps
     from make_configs import main as make_configs
 
     assert (make_configs(), capsys.readouterr().out) == (0, "1 files, 0 different\n")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
-def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """What the two files say together, the allocator's cache included."""
-    imitate_gpus(monkeypatch, 0)
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
-    monkeypatch.chdir(tmp_path)
-    from models import CONFIGS
-
-    run, launch = options_of(path)
-    sharding = launch["fsdp_config"]
-    CONFIGS[run["model_name_or_path"].rpartition("/")[2]].save_pretrained(tmp_path / run["model_name_or_path"])
-    words = ["--gpu", "h100-80gb", "--num-processes", str(launch["num_processes"])]
-    words += ["--max-length", str(run["max_length"])]
-    words += ["--per-device-train-batch-size", str(run["per_device_train_batch_size"])]
-    words += ["--gradient-accumulation-steps", str(run["gradient_accumulation_steps"])]
-    words += ["--activation-checkpointing"] * sharding["fsdp_activation_checkpointing"]
-    words += ["--activation-checkpointing-offload"] * sharding.get("fsdp_activation_checkpointing_offload", False)
-    words += ["--torch-compile"] * run.get("torch_compile", False)
-    if kept := sharding.get("fsdp_activation_checkpointing_save_ops"):
-        words += ["--activation-checkpointing-save-ops", kept]
-    words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
-    layers = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
-    words += ["--tp-size", str(layers)] * (layers > 1)
-    words += ["--ep-size", str(sharding["fsdp_ep_size"])] if "fsdp_ep_size" in sharding else []
-    words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
-    words += ["--dequantize", "false"] * (run.get("dequantize") is False)
-    assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
-    assert memory["total"] < memory["limit_bytes"]
-
-
-def options_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    run, launch = (yaml.safe_load(each.read_text()) for each in (path, path.with_name(path.name.replace(".run", ""))))
-    return run, launch
-
-
-def tp_size_of(launch: dict[str, Any]) -> int:
-    size: int = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
-    return size
-
-
-def test_a_recipe_takes_the_options_for_every_model(monkeypatch: Any) -> None:
-    imitate_gpus(monkeypatch, 0)
-    trl = pytest.importorskip("trl")
-    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
-
-    assert len(MODELS) == 21
-    for path in MODELS:
-        run, launch = options_of(path)
-        launch_file = path.with_name(path.name.replace(".run", ""))
-        assert not [each for each in LaunchConfig.check_file(launch_file) if each.severity == "error"], path
-        sharding = launch["fsdp_config"]
-        groups = launch["num_processes"] // tp_size_of(launch)
-        rows = groups * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
-        assert (rows, run["max_length"], sharding["fsdp_offload_params"]) == (64, 4096, False), path
-        assert "fsdp_activation_checkpointing_every_n_layers" not in sharding, "hf-fsdp estimate would need it"
-        assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
-        words = ["finetune", "--config", str(path), "--dataset_name", "x", "--use_cpu", "true"]
-        monkeypatch.setattr(sys, "argv", words)
-        _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
-        assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
-        assert model_args.model_name_or_path == run["model_name_or_path"] and training.warmup_steps == 10
-
-
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
-def test_the_documents_have_the_settings_for_a_model(path: Path) -> None:
-    name, run = path.name.removesuffix(".run.yaml"), yaml.safe_load(path.read_text())
-    launch_file = (path.parent / f"{name}.yaml").read_text()
-    launch = yaml.safe_load(launch_file)
-    rows = (REPOSITORY / "docs" / "models" / "index.md").read_text().splitlines()
-    (row,) = (row for row in rows if row.startswith(f"| `{name}` |"))
-    model, gpus, trained, batch, memory = (cell.strip() for cell in row.strip("|").split("|")[1:])
-    sharding = launch["fsdp_config"]
-    words = [f"LoRA, rank {run['lora_r']}" if run.get("use_peft") else "all parameters"]
-    words += ["base as stored"] * (run.get("dequantize") is False)
-    words += ["activation checkpointing"] * sharding["fsdp_activation_checkpointing"]
-    words += ["blocks' inputs on the host"] * sharding.get("fsdp_activation_checkpointing_offload", False)
-    words += [f"`tp_size` {tp_size_of(launch)}"] * (tp_size_of(launch) > 1)
-    words += [f"`ep_size` {size}" for name, size in sharding.items() if name == "fsdp_ep_size"]
-    assert model == run["model_name_or_path"] and gpus == str(launch["num_processes"])
-    assert trained == ", ".join(words)
-    assert batch == f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
-    assert re.search(r"^# memory +([\d.]+ GB)", launch_file, re.MULTILINE).group(1) == memory

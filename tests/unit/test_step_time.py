@@ -64,11 +64,6 @@ def test_a_slow_network_exposes_what_is_longer_than_the_computation_of_the_pass(
     assert slower.parts["communication"] == pytest.approx(9 * COMPUTE, rel=0.01)
 
 
-def test_what_layers_exchange_is_waited_for() -> None:
-    exchanged = collective("all_gather", "a", "forward", GATHER_BYTES, 8, "exchange")
-    assert timed([matmul("a"), exchanged, matmul("a")]).parts["communication"] == pytest.approx(GATHER, rel=0.01)
-
-
 def test_replicas_use_the_network_while_shards_use_the_links_inside() -> None:
     def both(num_processes: int, ranks: int) -> Timing:
         mesh = dataclasses.replace(SETUP, num_processes=num_processes, dp_replicate_size=2)
@@ -79,25 +74,6 @@ def test_replicas_use_the_network_while_shards_use_the_links_inside() -> None:
     apart, together = both(16, 8), both(64, 32)
     assert apart.seconds == pytest.approx(max(GATHER, apart.communication - GATHER), rel=0.02)
     assert together.seconds == pytest.approx(together.communication), "over 8 machines both use the network"
-
-
-def test_small_kernels_wait_for_the_host_and_less_in_the_backward_pass() -> None:
-    def step(setup: TrainingSetup = SETUP, **changed: object) -> Timing:
-        work = dataclasses.replace(Work("memory", 0, 1e4, "a", "forward"), **changed)  # type: ignore[arg-type]
-        return timed([work] * 1000, setup)
-
-    forward, backward, again = step(), step(phase="backward"), step(phase="backward", again=True)
-    assert forward.parts["host"] > forward.parts["memory"]
-    assert 5e-3 < backward.seconds < forward.seconds == again.seconds < 0.02, "5 to 20 µs per operator"
-    assert step(dataclasses.replace(SETUP, compile=True)).seconds < forward.seconds / 2
-
-
-def test_compile_saves_traffic_of_elementwise_kernels_and_leaves_matmuls_and_copies_of_shards() -> None:
-    compiled = dataclasses.replace(SETUP, compile=True)
-    elementwise = Work("memory", 0, 2039e9, "a", "forward")
-    copy = dataclasses.replace(elementwise, stream="copy_in")
-    times = [timed([work], compiled).seconds for work in (elementwise, copy, matmul("a", 1))]
-    assert times == pytest.approx([PERFECT.compiled_memory, 1, 1], abs=1e-3)
 
 
 def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
@@ -122,13 +98,6 @@ def test_a_step_on_the_cpu_takes_what_the_pass_leaves_during_which_it_runs(
     hidden = {"forward": COMPUTE, "backward": 2 * COMPUTE, None: 0}[passes]
     timing = timed([forward, backward, adam], offload)
     assert timing.parts["offload"] == pytest.approx(2.5 * COMPUTE - hidden, rel=0.01)
-
-
-def test_a_cpu_that_clips_by_the_norm_of_the_step_before_clips_while_gradients_arrive() -> None:
-    offload = dataclasses.replace(SETUP, offload_params=True, max_grad_norm=1.0, clip_by_last_norm=True)
-    clip, adam = (Work("memory", 0, COMPUTE * 51e9 * 0.7, "a", phase, "offload") for phase in ("clip", "optimizer"))
-    timing = timed([matmul("a"), matmul("a", 2 * COMPUTE, "backward"), clip, adam], offload)
-    assert timing.parts["offload"] == pytest.approx(0, abs=1e-9)
 
 
 def estimate(
@@ -181,12 +150,3 @@ def test_a_gpu_without_a_published_training_has_no_tokens_per_second() -> None:
     assert json.loads(unknown.to_json())["range"] is None
     mixture = estimate(two_units(), SETUP, efficiency_of(GPUS["a100-80gb"], has_experts=True))
     assert "tokens/s are not estimated: mixtures of experts were not compared with any real run" in str(mixture)
-
-
-def test_the_range_reaches_to_the_kernels_of_2026_where_published_trainings_tell_of_them() -> None:
-    newest = efficiency_of(GPUS["h100-80gb"])
-    result = estimate(two_units(), dataclasses.replace(SETUP, gpu="h100-80gb"), newest)
-    rate = result.tokens_per_second_per_gpu
-    assert newest.newest > 1 and result.range == pytest.approx((0.8 * rate, 1.2 * newest.newest * rate))
-    assert f"kernels of 2026 {rate * newest.newest:,.0f}" in str(result)
-    assert efficiency_of(GPUS["a100-80gb"]).newest == 1

@@ -3,13 +3,11 @@
 
 import dataclasses
 import math
-import re
-from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.foreseeing.published import START, Row, efficiency_from, read_rows
+from benchmarks.foreseeing.published import read_rows
 from hf_fsdp_tools import TrainingSetup, estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast
 from hf_fsdp_tools.foresight.memory import memory_of
@@ -63,39 +61,8 @@ def test_many_micro_steps_are_like_the_second(fields: dict[str, object]) -> None
 
 # ---- as published ----
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_fit.md"
 
-
-def row(start: str, **setup: object) -> Row:
-    (one,) = (
-        each
-        for each in read_rows("throughput")
-        if each.name.startswith(start) and all(getattr(each.setup, name) == value for name, value in setup.items())
-    )
-    return one
-
-
-@pytest.mark.parametrize(
-    "published",
-    [
-        row("mpt-1b a100-40gb x128"),
-        pytest.param(row("llama2-7b h100-80gb x96", compile=True), marks=pytest.mark.nightly),
-    ],
-    ids=lambda each: each.name,
-)
-def test_published_trainings_run_as_fast_as_estimated(published: Row) -> None:
+def test_a_published_training_runs_as_fast_as_estimated() -> None:
+    (published,) = (each for each in read_rows("throughput") if each.name.startswith("mpt-1b a100-40gb x128"))
     estimated = throughput_of(published.estimate(), efficiency=published.efficiency).tokens_per_second_per_gpu
     assert estimated == pytest.approx(published.tokens_per_second, rel=0.08)
-
-
-def test_the_committed_efficiencies_are_those_of_the_table_of_results() -> None:
-    text = RESULTS.read_text()
-    fitted = {name: float(re.findall(rf"\| {re.escape(name)} \| ([\d.]+) \|", text)[0]) for name in START}
-    for published in read_rows("throughput"):
-        if published.setup.gpu[:4] not in ("a100", "h100"):
-            continue
-        fit, kept = efficiency_from(fitted, published), published.efficiency
-        for name in ("matmul", "attention", "memory", "straggler"):
-            assert getattr(kept, name) == pytest.approx(getattr(fit, name), rel=0.01), name
-        if published.setup.compile:
-            assert kept.compiled_memory == pytest.approx(fit.compiled_memory, rel=0.01)

@@ -1,14 +1,9 @@
 """Settings of the mixin: from a command line or a file, refused where they cannot be, and a copy for each trainer."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_fsdp_tools import ConfigError, FSDPPlugin, TrainerSettings
-from hf_fsdp_tools.integrations import reporting
-from hf_fsdp_tools.integrations.reporting import Measured
+from hf_fsdp_tools import ConfigError, TrainerSettings
 from tests._checkpoints import make_model
 from tests._training import ShardedTrainer
 
@@ -49,32 +44,3 @@ def test_a_trainer_has_those_of_its_class_or_its_own_and_changes_no_others(tmp_p
     assert second.fsdp_settings == Saving.fsdp_settings == TrainerSettings(checksums=True)
     own = Saving(make_model("llama"), args, fsdp_settings=TrainerSettings(allow_nan=True))
     assert own.fsdp_settings == TrainerSettings(allow_nan=True) and not ShardedTrainer.fsdp_settings.checksums
-
-
-def test_a_trainer_of_ones_own_is_estimated_as_it_ran(patch_inner):
-    """By its arguments, adapter and batches; and a reason where nothing can be estimated."""
-    from peft import LoraConfig, get_peft_model
-
-    patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3", rank_on_node=lambda: (0, 4))
-    base = make_model("llama")
-    model = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
-    known = {"num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
-    gpus = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=FSDPPlugin()), **known)
-    args = TrainingArguments("run", use_cpu=True, report_to=[], gradient_accumulation_steps=2)
-    trainer = SimpleNamespace(model=model, args=args, accelerator=gpus)
-    measured = Measured()
-    measured.count({"input_ids": torch.zeros(3, 24, dtype=torch.long)})
-    found = reporting._estimate(trainer, base, measured)
-    expected = {
-        "per_device_train_batch_size": 3,
-        "max_length": 24,
-        "gradient_accumulation_steps": 2,
-        "num_processes": 4,
-        "lora_r": 4,
-    }
-    expected |= {"lora_dropout": 0.1, "lora_target_modules": ("q_proj", "v_proj"), "loss": "full", "gpu": "h100-80gb"}
-    assert expected.items() <= found["setup"].items() and found["peak_gb"] > 0
-    args.optim = "no such"
-    assert "no such" in reporting._estimate(trainer, base, measured)["none"]
-    gpus.device = torch.device("cpu")
-    assert reporting._estimate(trainer, base, measured) is None
