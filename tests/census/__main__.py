@@ -3,7 +3,7 @@
     python -m tests.census plan OUTPUT.jsonl                      # a wrap plan for four classes of every type
     python -m tests.census train OUTPUT.jsonl                     # trains a tiny model of every type on 2 ranks
     python -m tests.census train OUTPUT.jsonl --mesh shard2xcp2   # with these degrees: cp2, cp4, tp2, ep2, tp2xep2, ...
-    python -m tests.census lora_on_fp8 OUTPUT.jsonl               # or any other of `tests.census.certificates`
+    python -m tests.census live_weights OUTPUT.jsonl              # or any other of `tests.census.certificates`
     python -m tests.census all FOLDER                             # certificates: all of them, and one table
 
 A row is written as it comes, and what has a row of the same code of transformers is not run again unless --only asks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from tests.census import kept, packed, plans
+from tests.census import kept, plans
 from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, markdown, written_rows
 from tests.census.trained import census_on, takes_part
@@ -32,7 +32,6 @@ CENSUSES: dict[str, Census] = {
     "ep2": replace(census_on("ep2"), takes_part=lambda name: takes_part(name, "ep2") and is_mixture(name)),
     "cp2": census_on("cp2"),
     "lora": replace(census_on("", has_adapter=True), takes_part=is_causal),
-    "lora_on_fp8": packed.CENSUS,
     "resumed": kept.RESUMED,
     "routers": replace(census_on("", recomputes=True), takes_part=is_mixture),
     "live_weights": replace(kept.STREAMED, takes_part=is_causal),
@@ -40,7 +39,7 @@ CENSUSES: dict[str, Census] = {
 """By the name of the file with its rows. Models of words train with packed rows, too; others on rows alone."""
 
 COLUMNS = (
-    "plan", "load", "FSDP", "TP 2", "EP 2", "CP 2", "packed rows", "LoRA", "LoRA on stored FP8", "resumed on 2 ranks",
+    "plan", "load", "FSDP", "TP 2", "EP 2", "CP 2", "packed rows", "LoRA", "resumed on 2 ranks",
     "recomputed routers", "live weights",
 )  # fmt: skip
 
@@ -83,7 +82,7 @@ def cells_of(model_type: str, rows: dict[str, dict[str, Row]]) -> list[tuple[str
     loaded = trained | {"verdict": found_in_files}
     has_packed = "packed" in trained.get("kinds", "")
     found = (own["plan"], loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {})
-    found += (own["lora"], own["lora_on_fp8"], own["resumed"], own["routers"], own["live_weights"])
+    found += (own["lora"], own["resumed"], own["routers"], own["live_weights"])
     return [(mark_of(row), row.get("why", "")) for row in found]
 
 

@@ -72,14 +72,6 @@ def test_one_rank_of_many_runs_each_stage_alone(start: Start, tmp_path: Path) ->
     assert len(cells) == 12 and all(cells)
 
 
-def test_memory_is_counted_and_estimated(start: Start, tmp_path: Path) -> None:
-    words = ("--size", "tiny", "--cases", "dense", "--records", "memory.jsonl")
-    start("benchmarks/foresight.py", "memory", *words)
-    row = json.loads((tmp_path / "memory.jsonl").read_text())
-    assert row["estimated"]["peak"] == pytest.approx(row["measured"]["peak"], rel=1e-3)
-    assert "| dense | 2 | 0.2 M |" in (tmp_path / "memory.md").read_text()
-
-
 def test_a_contestant_of_the_referee_trains_a_type_right(start: Start, tmp_path: Path) -> None:
     start("benchmarks/referee.py", "rows.jsonl", "--only", "qwen3_moe", "--contestants", "hf_fsdp_tools fsdp")
     (row,) = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING
 
 from tests._dist import run_alone, run_cases, run_ranks
 from tests.api import PRECISIONS
-from tests.census import packed
 from tests.census.trained import examine_on_ranks, examine_plain, judged, size_of
 
 SAMPLE = {
@@ -89,29 +88,6 @@ def test_a_sample_trains_on_shared_rows_as_the_plain_model_does(tmp_path, mesh):
     types = [name for name in SHARED[mesh] if name in CONFIG_MAPPING]
     run_alone(_plain_shared, types, tmp_path, mesh)
     run_ranks(_sample, size_of(mesh), tmp_path, types)
-
-
-def _as_its_floats(folder, model_type):
-    row = judged([packed.examine_on_ranks(folder / model_type)])
-    assert row["verdict"] == "agrees" and row["packed"] > 10, row
-
-
-def _sample_packed(folder, types):
-    run_cases({name: partial(_as_its_floats, folder, name) for name in types})
-
-
-@pytest.mark.nightly
-def test_a_sample_trains_on_a_base_that_stays_quantised_as_on_its_floats(tmp_path):
-    # GPT-2: weights the other way round; AFMoE: PEFT takes routers by their weights; HunYuan: a stack of one expert
-    types = [name for name in ("gpt2", "afmoe", "hunyuan_v1_moe") if name in CONFIG_MAPPING]
-    for name in types:
-        (tmp_path / name).mkdir()
-    run_alone(_quantised, types, tmp_path)
-    run_ranks(_sample_packed, 2, tmp_path, types)
-
-
-def _quantised(model_type, folder):
-    assert packed.quantised_case(model_type, folder / model_type)["verdict"] == "ready"
 
 
 @pytest.mark.nightly

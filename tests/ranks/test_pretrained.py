@@ -1,20 +1,15 @@
 """`from_pretrained`: the whole road on 1, 2 and 3 ranks equals the plain one, and bad input stops all ranks alike."""
 
-import re
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-import hf_fsdp_tools
 from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_cases, run_ranks
-from tests._hub import fake_hub, use_hub
 from tests._rounding import assert_within
-from tests.api import all_ranks, sharding_of
+from tests.api import sharding_of
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 
@@ -79,26 +74,3 @@ def test_the_whole_road_equals_the_plain_one(folders, tmp_path):
     (alone,) = run_ranks(run_cases, 1, CASES[:2], folders, None, tmp_path)
     for found in run_ranks(run_cases, 2, CASES, folders, torch.bfloat16, tmp_path):
         initialisation_from_the_root_is_the_same_sharded_or_not(folders["gpt2"], alone["all new"], found["all new"])
-
-
-def _written_out(folder, url):
-    """The lines of docs/plans.md, for a folder and for a name on the hub."""
-    use_hub(url, folder.with_name("home"))
-    text = Path(__file__).parents[2].joinpath("docs/plans.md").read_text()
-    (code,) = re.findall(r"The core of `from_pretrained` is six public calls.*?```python\n(.*?)```", text, re.DOTALL)
-    plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for name in (str(folder), "org/model"):
-        names = {key: getattr(hf_fsdp_tools, key) for key in hf_fsdp_tools.__all__}
-        names |= {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy}
-        exec(code.replace("Qwen/Qwen3-8B", name), names)
-        assert sum(all_ranks(names["report"].bytes_read)) <= 1.01 * names["checkpoint"].index.num_bytes, (
-            "one replica reads"
-        )
-        for key, tensor in names["model"].state_dict().items():
-            assert torch.equal(full(tensor), plain[key]), key
-
-
-def test_the_road_can_be_written_out_from_public_names(tmp_path):
-    folder = make_checkpoint("llama", tmp_path / "model")
-    with fake_hub({"org/model": {"main": folder}}) as server:
-        run_ranks(_written_out, 4, folder, server.url)

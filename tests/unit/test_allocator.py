@@ -39,15 +39,6 @@ def test_the_smallest_free_block_is_taken_and_split():
     assert allocator.reserved == 70 * MIB
 
 
-def test_neighbours_that_are_free_become_one_block():
-    allocator = CachingAllocator()
-    parts = [allocator.take(5 * MIB) for _ in range(4)]  # one segment of 20 MiB
-    for part in (parts[0], parts[2], parts[1], parts[3]):
-        allocator.give_back(part)
-    assert allocator.take(20 * MIB).address == parts[0].address
-    assert allocator.reserved == 20 * MIB
-
-
 def test_a_freed_block_serves_its_own_stream_only():
     allocator = CachingAllocator()
     allocator.give_back(allocator.take(20 * MIB, "copy_in"))
@@ -65,8 +56,3 @@ def test_expandable_segments_grow_where_others_would_be_added():
 
     assert replay(events())[1] == sum(20 + 4 * number for number in range(10)) * MIB
     assert replay(events(), expandable=True)[1] == 60 * MIB
-
-
-def test_blocks_of_an_earlier_part_can_be_freed_in_a_later_one():
-    done = replay([Alloc(1, MIB, "parameters", "")], [Free(1), Alloc(2, 0, "activations", ""), Free(2)])
-    assert done == ([0, 0, 0], 2 * MIB)

@@ -2,6 +2,7 @@
 `tests/ranks/test_benchmarks.py` starts those that need ranks."""
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -69,3 +70,21 @@ def test_trainings_of_a_plan_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_
     runpy.run_path(str(committed.with_name("run.py")), run_name="__main__")
     found, kept = (json.loads(path.read_text()) for path in (output, committed))
     assert {gpu: [*cases] for gpu, cases in found.items()} == {gpu: [*cases] for gpu, cases in kept.items()}
+
+
+RUN = [sys.executable, "-m", "benchmarks.gpu.run"]
+
+
+def test_a_plan_runs_at_a_tiny_size_and_was_foreseen(tmp_path: Path) -> None:
+    words = [*RUN, "--plan", "three", "--tiny", "--device", "cpu", "--records", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert done.returncode == 0 and len(rows) == 2, done.stderr
+    foreseen = json.loads((ROOT / "benchmarks/gpu/forecast.json").read_text())
+    for row in rows:
+        assert {row["case"] in each for each in foreseen.values()} == {True}
+        ours, plain = row["ours"]["losses"], row["plain"]["losses"]
+        assert plain[0] == pytest.approx(ours[0], rel=0.02), row
+        assert f"| {row['case']} | {row['ours']['tokens_s']:,} tokens/s | " in done.stdout

@@ -1,7 +1,6 @@
 """Pictures say their finding, and are the same each time. `test_measured.py` compares the figures that they show."""
 
 import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -10,7 +9,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.plots import draw_losses, save
 from hf_fsdp_tools.steps import WrapPlan
 from tests.api import WrapUnit
@@ -42,12 +40,3 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
         save(PICTURES[name](), tmp_path / file)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
-
-
-def test_nothing_to_draw_and_nothing_to_draw_with_are_refused(tmp_path, monkeypatch):
-    for draw in (lambda: draw_losses({"a": []}, setting=""), lambda: save(PICTURES["loss"](), tmp_path / "c.gif")):
-        with pytest.raises(ConfigError):
-            draw()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
-        PICTURES["loss"]()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hf_fsdp_tools import ConfigError, TrainingSetup
-from hf_fsdp_tools.foresight.timing.efficiency import Group, group_of, node_network
+from hf_fsdp_tools.foresight.timing.efficiency import Group, group_of
 from tests.api import GPUS, gpu_named
 
 BIG = 64e9
@@ -58,21 +58,3 @@ def test_a_gpu_is_found_by_any_usual_name_and_an_unknown_one_is_an_error_that_na
         with pytest.raises(ConfigError, match=f"^GPU {name!r} is not in the table") as error:
             gpu_named(name)
         assert all(known in str(error.value) for known in named)
-
-
-def test_the_rate_follows_from_the_dtype() -> None:
-    h100, v100 = GPUS["h100-80gb"], GPUS["v100-16gb"]
-    assert h100.peak(4) == 67e12 < h100.peak(2) == h100.peak(2, "fp16") < h100.peak(1)
-    assert v100.peak(2, "fp16") == 125e12
-    assert v100.peak(2, "bf16") == v100.peak(4) == 15.7e12, "a V100 has no matrix units for bf16"
-
-
-def test_the_network_is_that_of_all_cards_of_a_machine_and_links_inside_can_be_given() -> None:
-    for fields, bandwidth in (({}, 8 * 50e9), ({"gpus_per_node": 4}, 4 * 50e9), ({"network_gbit_s": 100}, 12.5e9)):
-        assert node_network(TrainingSetup(num_processes=16, **fields), GPUS["h100-80gb"]) == bandwidth  # type: ignore[arg-type]
-    usual, slow = (
-        group_of("shard", TrainingSetup(num_processes=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5)
-    )
-    assert usual.link == 12e9 and slow.link == 2.5e9
-    with pytest.raises(ConfigError, match=r"link_gb_s is 0; give GB/s above 0, or leave it out\."):
-        TrainingSetup(link_gb_s=0)
