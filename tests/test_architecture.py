@@ -15,7 +15,7 @@ import pytest
 
 import hf_fsdp_tools
 from tests._documents import advise
-from tests.api import features, names_of_fsdp2
+from tests.api import names_of_fsdp2
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -100,19 +100,7 @@ def test_a_room_imports_only_rooms_above_it():
             assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
 
 
-MAY_NAME_A_FEATURE = {
-    ("pretrained", "sharding.compile"), ("pretrained", "sharding.recompute"),  # short forms of arguments
-    ("sharding.added", "sharding.checks"),
-    ("sharding.compile", "sharding.recompute"),
-    ("sharding.whole", "sharding.hooks"),  # hooks of precision, which units have too
-}  # fmt: skip
 """Modules of the core, and the modules of its own features that they import beside `shard.features`."""
-
-
-def test_the_core_knows_features_by_their_list_alone():
-    named = {type(feature).__module__.partition(".")[2] for feature in features()}
-    names = {(name, other) for name, path in modules().items() for other in imports(path) & named}
-    assert {each for each in names if room_of(each[0]) in CORE and each[0] != "sharding.shard"} == MAY_NAME_A_FEATURE
 
 
 def test_no_module_imports_itself_in_a_circle():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
@@ -18,7 +18,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     wait_for_saves,
 )
-from tests._checkpoints import full_state, lora, make_checkpoint, randomize, tiny_config
+from tests._checkpoints import make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import apart, full_parameters
 
@@ -70,19 +70,6 @@ def the_last_line_of_an_example_saves(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"state_dict of shards .*Leave state_dict out"):
         unwrapped.save_pretrained(folder / "refused", state_dict=model.state_dict())
     assert not (folder / "refused").exists()
-
-
-def an_adapter_saves_itself(folder: Path) -> None:
-    adapted: Any = from_pretrained(folder, peft_config=lora())
-    adapted.save_pretrained(folder / "adapter", is_main_process=dist.get_rank() == 0)
-    state = full_state(adapted)
-    adapted.save_pretrained(folder / "adapter_given", state_dict=state if dist.get_rank() == 0 else {})
-    dist.barrier()
-    for name in ("adapter", "adapter_given"):
-        again = PeftModel.from_pretrained(plain_model(folder), folder / name)
-        assert torch.equal(again(**batch_of(0)).logits, adapted(**batch_of(0)).logits), name
-    with pytest.raises(ConfigError, match=r"cannot honour selected_adapters="):
-        adapted.save_pretrained(folder / "refused", selected_adapters=["default"])
 
 
 def part_of_a_state_dict_is_not_saved_by_accelerate(folder: Path) -> None:
@@ -150,7 +137,6 @@ def images_and_texts_are_encoded_before_a_generation(folder: Path) -> None:
 
 OF_A_MODEL = (
     the_last_line_of_an_example_saves,
-    an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
     a_plain_state_dict_is_loaded_into_the_shards,
     images_and_texts_are_encoded_before_a_generation,

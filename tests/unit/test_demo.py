@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools.scripting.demo import demo_passages
 from tests._dist import fake_ranks
 from tests.api import make_demo_model
 
@@ -18,22 +16,6 @@ def folder(tmp_path_factory):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_tokenizer_and_chat_template(folder):
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).config
-    assert len(tokenizer) == config.vocab_size == 400
-    ids = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert ids == (0, 1, 2) == (config.pad_token_id, config.bos_token_id, config.eos_token_id)
-    for text in (demo_passages()[0][1], "für 日本 🙂"):
-        tokens = tokenizer(text).input_ids
-        assert tokens[0] == tokenizer.bos_token_id and tokenizer.decode(tokens, skip_special_tokens=True) == text
-    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A statement."}]
-    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    whole = "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
-    assert tokenizer.decode(encoded["input_ids"]) == whole
-    marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    assert tokenizer.decode(marked) == "A statement.<|eos|>"
 
 
 def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folder, tmp_path):

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.foreseeing.published import BLOCKS_ALONE
-from hf_fsdp_tools import TrainingSetup, estimate_memory
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(RESULTS.rglob("*.md"))
@@ -66,20 +63,3 @@ def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictur
 
 
 # ---- estimates ----
-
-
-def test_wrapping_is_compared_with_what_people_run_and_by_both_figures() -> None:
-    fields: dict[str, Any] = {"num_processes": 8, "gpu": "h100-80gb", "max_length": 8192}
-    fields |= {"activation_checkpointing": True}
-    config = runpy.run_path(str(ROOT / "docs" / "models.py"))["CONFIGS"]["Llama-3.1-8B"]
-    found = {}
-    for name, own in (
-        ("the root alone", {"wrapping": "root"}),
-        ("blocks alone", {"policy": BLOCKS_ALONE}),
-        ("plan", {}),
-    ):
-        memory = estimate_memory(config, TrainingSetup(**fields, **own))
-        found[name] = [f"{size / 1e9:.1f} GB" for size in (memory.peak_allocated, memory.total)]
-        cells = r" \| ".join(rf"(\*\*)?{size}(\*\*)?" for size in found[name])
-        assert re.search(rf"\| [^|]*{name}[^|]* \| {cells} \|", PERFORMANCE), (name, found[name])
-    assert found["blocks alone"][1] < found["plan"][1], "the plan takes more in all, as the text says"

@@ -11,9 +11,10 @@ from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import ConfigError, estimate_memory
 from hf_fsdp_tools.foresight import memory
+from hf_fsdp_tools.foresight.allocator import CachingAllocator, replay
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.steps import build_meta_model
-from tests.api import gpu_named
+from tests.api import Alloc, Free, gpu_named
 
 GPU = gpu_named("a100-80gb")
 
@@ -123,3 +124,56 @@ def test_what_ifs(config: LlamaConfig) -> None:
     assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
     with pytest.raises(ConfigError, match=r"'train_batch_size': did you mean per_device_train_batch_size"):
         estimate_memory(config, train_batch_size=2)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # what is left of a segment of its own is no more than 1 MiB, so the block is not split
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (30 * MIB + 1, 30 * MIB + 512, 32 * MIB),
+    ],
+)
+def test_a_request_takes_a_block_and_a_segment(num_bytes, allocated, reserved):
+    allocator = CachingAllocator()
+    allocator.take(num_bytes)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_the_smallest_free_block_is_taken_and_split():
+    allocator = CachingAllocator()
+    large, small = allocator.take(40 * MIB), allocator.take(30 * MIB)
+    allocator.give_back(large)
+    allocator.give_back(small)
+    taken = allocator.take(12 * MIB)
+    assert taken is small and taken.size == 12 * MIB
+    assert allocator.take(18 * MIB).address == small.address + 12 * MIB  # the rest of it
+    assert allocator.reserved == 70 * MIB
+
+
+def test_a_freed_block_serves_its_own_stream_only():
+    allocator = CachingAllocator()
+    allocator.give_back(allocator.take(20 * MIB, "copy_in"))
+    allocator.take(20 * MIB, "compute")
+    assert allocator.reserved == 40 * MIB
+    allocator.take(20 * MIB, "copy_in")
+    assert allocator.reserved == 40 * MIB
+
+
+def test_expandable_segments_grow_where_others_would_be_added():
+    def events():
+        for number in range(10):  # each block is longer than all that was freed
+            yield Alloc(number, (20 + 4 * number) * MIB, "activations", "")
+            yield Free(number)
+
+    assert replay(events())[1] == sum(20 + 4 * number for number in range(10)) * MIB
+    assert replay(events(), expandable=True)[1] == 60 * MIB

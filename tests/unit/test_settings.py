@@ -269,8 +269,6 @@ def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
         FSDPPlugin()
 
 
-# ---- a file, as it is checked and as it is launched ----
-
 # ---- TrainingArguments ----
 
 
