@@ -53,7 +53,8 @@ def options_act(name: str, root: Path) -> None:
     assert run(activation_checkpointing=True) == usual + of_block * BLOCKS, name
     assert run(activation_checkpointing={"every_n_layers": 2}) == usual + of_block * BLOCKS // 2, name
     torch._dynamo.reset()
-    run(compile={"backend": backend})
+    model: Any = from_pretrained(folder, **LAYOUTS[name], load_kwargs={"progress": False}, compile={"backend": backend})
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
     assert ran >= BLOCKS, name
 
 
