@@ -165,11 +165,6 @@ def test_a_test_knows_what_users_see_and_its_own_room():
         assert len(rooms) <= 1, f"{path.name} knows what is inside {rooms}; tests/api.py has names for several tests"
 
 
-def test_the_environment_is_read_in_two_places():
-    readers = {room_of(name) for name, path in modules().items() if re.search(r"os\.environ|getenv", path.read_text())}
-    assert readers <= {"distributed", "integrations", "scripting", "testing"}  # the last two set it
-
-
 def test_the_front_door_lists_real_names_and_few():
     assert len(hf_fsdp_tools.__all__) <= 32
     for name in hf_fsdp_tools.__all__:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
-from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
+from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
+from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.api import local_tensor
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -168,18 +168,6 @@ def losses_that_are_no_numbers(parent: Path) -> None:
     assert made.train().global_step == 3
 
 
-def an_ended_run_that_is_resumed(parent: Path) -> None:
-    """In the middle of an epoch the Trainer looks at `max_steps` after a step alone."""
-    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    first = trainer(parent, **settings)
-    first.train()
-    again = trainer(parent, **settings)
-    with pytest.warns(UserWarning, match="Nothing is left to train") if again.args.should_log else nullcontext():
-        again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 1
-    assert_same_tensors(full_parameters(again.model), full_parameters(first.model))
-
-
 def test_habits_of_scripts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
@@ -187,6 +175,6 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
         gradients_by_autograd_are_refused, two_losses_in_two_backward_passes,
         heads_that_ranks_choose, buffers_that_forward_changes,
-        losses_that_are_no_numbers, an_ended_run_that_is_resumed,
+        losses_that_are_no_numbers,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)

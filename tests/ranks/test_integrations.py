@@ -10,14 +10,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
 from hf_fsdp_tools.testing import forget_accelerate
-from tests._checkpoints import full, make_checkpoint
+from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
-from tests.api import check_managed, local_device
+from tests.api import check_managed
 
 # ---- prepare ----
 
@@ -112,48 +111,3 @@ def test_prepare_shards_plain_models_and_refuses_what_would_train_wrongly(folder
 
 
 # ---- values on their way into shards ----
-
-
-def _ids(seed: int) -> torch.Tensor:
-    return torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(seed))
-
-
-def _loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
-    ids = _ids(seed).to(local_device())
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
-
-
-class _Traffic(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes, self.calls = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.calls += 1
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-            self.num_bytes += sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
-        return func(*args, **(kwargs or {}))
-
-
-def _traffic(folder):
-    accelerator = make_accelerator(cpu=local_device().type == "cpu")
-    with _Traffic() as traffic:
-        model = from_pretrained(folder, accelerator=accelerator)
-        optimizer = torch.optim.AdamW(model.parameters())
-        accelerator.prepare(model, optimizer)
-    with _Traffic() as forward:
-        _loss(model, 0)
-    return (
-        traffic.calls,
-        traffic.num_bytes,
-        forward.num_bytes,
-        sum(p.numel() * p.element_size() for p in model.parameters()),
-    )
-
-
-def test_nothing_is_broadcast(tmp_path):
-    for calls, num_bytes, forward, model_bytes in run_ranks(_traffic, 2, make_checkpoint("llama", tmp_path)):
-        assert forward > model_bytes, "what travels is seen"
-        assert calls == num_bytes == 0, f"{calls} messages of {num_bytes} bytes; agreement takes the store"

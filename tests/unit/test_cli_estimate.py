@@ -158,19 +158,6 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     assert comment[2] == f"Start it with: {command}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "suffix"), [("kubernetes", "k8s.yaml"), ("skypilot", "sky.yaml"), ("hf-jobs", "jobs.sh")]
-)
-def test_a_job_elsewhere_carries_the_options_of_its_recipe(capsys, llama, tmp_path, kind, suffix):
-    words = f"--gpu h200 --num-processes 8 --max-length 1024 --per-device-train-batch-size 2 {ONE_COPY} --recipe dpo"
-    words += " --no-reshard-after-forward --activation-checkpointing --no-offload-params"
-    code, out, _ = run(capsys, "config", llama, *words.split(), f"--{kind}", "--output", tmp_path / "a.yaml")
-    text = (tmp_path / f"a.{suffix}").read_text().splitlines()
-    (line,) = [each for each in text if "hf-fsdp dpo" in each and not each.strip().startswith("#")]
-    assert code == 0 and "--learning_rate 5e-07 --lr_scheduler_type cosine" in line and "--config " not in line
-    assert f"{llama} lies on this machine: bring it to the job" in out
-
-
 def test_config_looks_at_this_machine(capsys, llama, monkeypatch, patch_inner):
     imitate_gpus(monkeypatch, 4)
     patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3")

@@ -138,22 +138,6 @@ def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str
     return replace(setup, loss="chunked")
 
 
-def test_the_table_of_recipes_says_what_they_do():
-    """Rows per example by TRL's own collators, the class of the model by the recipe's code, a reference by TRL's."""
-    from trl.trainer.dpo_trainer import DataCollatorForPreference as OfPreferences
-    from trl.trainer.reward_trainer import DataCollatorForPreference as OfRewards
-
-    pair = {"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [3, 4]}
-    ids = {"dpo": OfPreferences(pad_token_id=0)([pair]), "reward": OfRewards(pad_token_id=0)([pair])}
-    rows = {recipe: len(batch["input_ids"]) for recipe, batch in ids.items()}
-    assert {recipe: own.rows for recipe, own in RECIPES.items() if own.rows > 1} == {**rows, "embed": 2}
-    assert set(RECIPES) == {name.replace("_", "-") for name in recipes()}
-    for name, path in recipes().items():
-        used = set(re.findall(r"auto_class ?= ?(AutoModel\w*)", path.read_text())) - {"AutoModel"}
-        own = RECIPES[name.replace("_", "-")].auto_class
-        assert (used or {None}) == {own} or name == "embed", name
-
-
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "accelerate-loop"])
 def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, capsys, monkeypatch, tmp_path):
     """That of the table, which `hf-fsdp config` writes too; also said in the help."""

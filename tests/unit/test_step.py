@@ -213,21 +213,6 @@ def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
     return [(event.operation, event.num_bytes, event.unit, event.stream) for event in found]
 
 
-def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
-    step = compose(hand_made(), PLAN, TrainingSetup(num_processes=3, optimizer="sgd", max_grad_norm=None))
-    root, block = 2 * 3 * 334, 2 * 3 * 667  # bytes of bf16, a multiple of three
-    assert works(step, "all_gather", "reduce_scatter") == [
-        ("all_gather", root, "", "all_gather"),
-        ("all_gather", block, "b", "all_gather"),
-        ("all_gather", block, "b", "all_gather"),
-        ("reduce_scatter", 2 * block, "b", "reduce_scatter"),
-        ("reduce_scatter", 2 * root, "", "reduce_scatter"),
-    ]
-    assert held(step) == {"parameters": 4 * (334 + 667)}
-    gradients = [each for each in taken(step) if each[1] == "gradients"]
-    assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
-
-
 def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
     setup = TrainingSetup(num_processes=2, offload_params=True)
     step = compose(hand_made(), PLAN, setup)

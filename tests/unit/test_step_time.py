@@ -81,18 +81,6 @@ def test_a_slow_network_exposes_what_is_longer_than_the_computation_of_the_pass(
     assert slower.parts["communication"] == pytest.approx(9 * COMPUTE, rel=0.01)
 
 
-def test_replicas_use_the_network_while_shards_use_the_links_inside() -> None:
-    def both(num_processes: int, ranks: int) -> Timing:
-        mesh = dataclasses.replace(SETUP, num_processes=num_processes, dp_replicate_size=2)
-        reduced = Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2, axis="replicate")
-        gathered = collective("all_gather", "b", "backward", GATHER_BYTES, ranks)
-        return timed([reduced, gathered, collective("reduce_scatter", "b", "backward", 1e3, ranks)], mesh)
-
-    apart, together = both(16, 8), both(64, 32)
-    assert apart.seconds == pytest.approx(max(GATHER, apart.communication - GATHER), rel=0.02)
-    assert together.seconds == pytest.approx(together.communication), "over 8 machines both use the network"
-
-
 def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
     offload = dataclasses.replace(SETUP, offload_params=True)
     copied = Work("device_to_host", 0, 1.5 * COMPUTE * 32e9 * 0.8, "a", "forward", "reduce_scatter")
@@ -100,21 +88,6 @@ def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
     timing = timed([matmul("a"), copied, clip], offload)
     assert timing.seconds == pytest.approx(1.5 * COMPUTE + 0.1, rel=0.01), "the copy runs during the matmul"
     assert timing.parts["offload"] == pytest.approx(0.5 * COMPUTE + 0.1, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "max_grad_norm", "passes"),
-    [("adamw", 1.0, "forward"), ("adamw", None, "backward"), ("adamw_8bit", 1.0, None)],
-)
-def test_a_step_on_the_cpu_takes_what_the_pass_leaves_during_which_it_runs(
-    optimizer: str, max_grad_norm: float | None, passes: str | None
-) -> None:
-    offload = dataclasses.replace(SETUP, offload_params=True, optimizer=optimizer, max_grad_norm=max_grad_norm)
-    forward, backward = matmul("a"), matmul("a", 2 * COMPUTE, "backward")
-    adam = Work("memory", 0, 2.5 * COMPUTE * 51e9 * 0.7, "a", "optimizer", "offload")
-    hidden = {"forward": COMPUTE, "backward": 2 * COMPUTE, None: 0}[passes]
-    timing = timed([forward, backward, adam], offload)
-    assert timing.parts["offload"] == pytest.approx(2.5 * COMPUTE - hidden, rel=0.01)
 
 
 def estimate(
@@ -246,14 +219,6 @@ def test_a_large_tensor_passes_each_link_once_and_between_machines_the_network_b
     for network_gbit_s, bandwidth in ((800, 80e9), (16_000, 240e9)):
         seconds = all_gather(BIG, group(num_processes=64, network_gbit_s=network_gbit_s))
         assert seconds == pytest.approx(63 / 64 * BIG / bandwidth, rel=0.01)
-
-
-def test_groups_lie_as_ranks_fill_machines() -> None:
-    for replicas, is_inside, sharing in ((2, False, 8), (16, True, 4), (64, True, 1)):
-        mesh = {"num_processes": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
-        shard, replicate = group("shard", **mesh), group("replicate", **mesh)
-        assert (shard.is_inside, replicate.is_inside) == (is_inside, False)
-        assert replicate.network == 80e9 / sharing
 
 
 # ---- GPUs ----

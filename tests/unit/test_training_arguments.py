@@ -3,8 +3,6 @@
 A process of one rank stands for all: nothing is communicated.
 """
 
-import inspect
-import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +10,19 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.checkpointing import save_accelerator_state
-from accelerate.state import AcceleratorState, PartialState
-from transformers import HfArgumentParser, LlamaConfig, Trainer, TrainingArguments
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from transformers import HfArgumentParser, LlamaConfig, TrainingArguments
 
-from hf_fsdp_tools import ConfigError, FSDPPlugin, FSDPTrainerMixin, TrainerSettings, make_accelerator
+from hf_fsdp_tools import ConfigError, FSDPPlugin, TrainerSettings, make_accelerator
 from hf_fsdp_tools.integrations import training_arguments
-from hf_fsdp_tools.integrations.hooks import overridden
 from hf_fsdp_tools.integrations.pushing import PushingMixin
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, plugin_of
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import make_model
 from tests._training import ShardedTrainer
-from tests.api import TRAINING_KEYS, VARIABLES, ShardedAccelerator, ShardedScaler, mesh_of, sharding_of, start_state
+from tests.api import TRAINING_KEYS, VARIABLES, mesh_of, sharding_of, start_state
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
 
@@ -226,7 +221,6 @@ def test_a_trainer_has_those_of_its_class_or_its_own_and_changes_no_others(tmp_p
             ["base_model: org/base", "[org/base](https://", '"role": "user"', "trained with SFT"],
         ),
         ("{tmp}/base", None, ["version of `base`.", "generator(question, max_new_tokens"]),
-        ("s3://bucket/base", None, ["version of `base`."]),
         ("", None, ["This model is trained from scratch."]),
     ],
 )
@@ -248,42 +242,3 @@ def test_what_trls_card_says_is_true(tmp_path: Path, name: str, template: str | 
     card = (tmp_path / "README.md").read_text()
     assert all(words in card for words in said) and "None" not in card, card
     assert ("base_model" in card) == (name == "org/base") and config.name_or_path == name.format(tmp=tmp_path)
-
-
-EXTENDED = ((FSDPTrainerMixin, Trainer), (ShardedAccelerator, Accelerator), (ShardedScaler, torch.amp.GradScaler))
-HOOKS = [(own, base, name) for own, base in EXTENDED for name in overridden(own)]
-ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def test_all_that_these_classes_define_and_use_is_there():
-    names = {name for _, _, name in HOOKS}
-    assert {"_save_rng_state", "_update_auto_batch_size", "train", "prepare", "load_state", "_unscale_grads_"} <= names
-    for own, base in EXTENDED:
-        for name, value in vars(own).items():
-            if isinstance(value, property):  # in place of an attribute that the base sets for itself
-                assert re.search(rf"self\.{name} = ", inspect.getsource(base.__init__)), f"{base.__name__}.{name}"
-            elif callable(value) and not name.startswith("__"):
-                assert name in names
-    source = inspect.getsource(Accelerator.__init__)
-    for held in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
-        assert f"self.{held} = []" in source
-    assert "self._save_model_state_pre_hook = " in source
-    given = ["output_dir", "model_states", "optimizers", "schedulers", "dataloaders", "process_index", "step", "scaler"]
-    assert [*inspect.signature(save_accelerator_state).parameters][:8] == given
-    for state in (AcceleratorState, PartialState):
-        assert isinstance(state._shared_state, dict) and callable(state._reset_state)
-    assert "_from_accelerator" in inspect.signature(AcceleratorState).parameters
-    assert callable(torch.autograd.Variable._execution_engine.queue_callback)
-    assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)
-    assert callable(torch._amp_foreach_non_finite_check_and_unscale_)
-
-
-@pytest.mark.parametrize(("own", "base", "name"), HOOKS, ids=[f"{own.__name__}.{name}" for own, _, name in HOOKS])
-def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
-    assert callable(getattr(base, name, None)), f"{base.__name__} has no {name}: nobody calls ours"
-    theirs = [p.name for p in inspect.signature(getattr(base, name)).parameters.values() if p.kind not in ANY]
-    parameters = inspect.signature(getattr(own, name)).parameters.values()
-    added = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} - set(theirs)
-    mine = [p.name for p in parameters if p.kind not in ANY and p.name not in added]
-    assert mine == theirs[: len(mine)]
-    assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
