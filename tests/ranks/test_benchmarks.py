@@ -1,6 +1,6 @@
 """Every script of `benchmarks/` starts in its smallest form and finds what it is there to find; no time is looked at.
 
-`tests/unit/test_gpu_plan.py` starts `benchmarks/gpu/run.py`; `tests/unit/test_benchmarks.py` has what needs no ranks.
+`tests/unit/test_benchmarks.py` starts `benchmarks/gpu/run.py`, and has what needs no ranks.
 """
 
 import json

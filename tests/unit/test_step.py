@@ -1,7 +1,6 @@
 """A step that is composed takes, byte by byte, what a step of FSDP2 takes: real ones run on the CPU, as one rank of a
 process group whose collectives do nothing."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -195,17 +194,6 @@ PLAN = WrapPlan(
     model_class="HandMade",
     num_params=3000,
 )
-
-
-def taken(step: Step) -> list[tuple[int, str, str]]:
-    return [(event.num_bytes, event.kind, event.stream) for event in step.events if isinstance(event, Alloc)]
-
-
-def held(step: Step) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for alloc in step.resident:
-        sums[alloc.kind] += alloc.num_bytes
-    return sums
 
 
 def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
