@@ -15,7 +15,6 @@ import pytest
 
 import hf_fsdp_tools
 from tests._documents import advise
-from tests.api import names_of_fsdp2
 
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
@@ -208,26 +207,9 @@ assert not changed, changed
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-PRIVATE = {
-    "sharding.fsdp2_internals": " ".join(
-        ["REGISTRY_KEY STATE_KEY _module_state_mapping _composable _get_fsdp_state _fsdp_param_groups"]
-        + [name for name in names_of_fsdp2() if re.match("_|.*(fsdp|shard|gather|mesh_info)", name)]
-    ),
-    "extensions.fsdp1": """
-        _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
-        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg""",
-    "distributed.shards": "_get_root_mesh _spec",
-    "distributed.steps": "register_optimizer_step_pre_hook register_optimizer_step_post_hook",  # of all optimizers
-    "loading.conversion": """
-        core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
-        remove_tied_weights_from_state_dict""",
-    "modeling.float_rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
-    "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
-}
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a
 room."""
 
-NOT_ONLY_FSDPS = {"_modules", "_device", "sharded_state"}
 """Names that `nn.Module` has too."""
 
 
@@ -245,16 +227,6 @@ def private_names(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.update((node.module or "").split("."))
     return names
-
-
-@pytest.mark.parametrize("home", sorted(PRIVATE))
-def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
-    private = set(PRIVATE[home].split())
-    used = {name: private_names(path) & private for name, path in modules().items()}
-    inside = {name for name in used if f"{name}.".startswith(f"{home}.")}
-    assert set().union(*(used[name] for name in inside)) == private, f"{home} does not use all of these any more"
-    elsewhere = {name: found - NOT_ONLY_FSDPS for name, found in used.items() if name not in inside}
-    assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"
 
 
 MOVING = {

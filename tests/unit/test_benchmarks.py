@@ -5,7 +5,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,43 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py"))
-
-
-def shown() -> dict[str, set[str]]:
-    """Each script that documents, its own docstring and `gpu.sh` start, with all options that they give."""
-    folders = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
-    texts = [
-        path.read_text() for folder in folders for path in folder.glob("*") if path.suffix in (".md", ".py", ".sh")
-    ]
-    found: dict[str, set[str]] = {}
-    for line in (line for text in texts for line in text.replace("\\\n", " ").splitlines()):
-        for script, options in re.findall(r'python"?3? (?:-m )?(benchmarks[/.][\w/.]+)([^`#;)&]*)', line):
-            path = script if script.endswith(".py") else f"{script.replace('.', '/')}.py"
-            words = shlex.split(options.replace("'", ""))
-            found.setdefault(path, set()).update(word for word in words if word.startswith("--"))
-    return found
-
-
-SHOWN = shown()
-
-
-def test_every_script_is_shown() -> None:
-    scripts = {file for file in FILES if "__main__" in (ROOT / file).read_text()}
-    assert scripts - {"benchmarks/tuning.py"} == set(SHOWN)  # which the others start
-
-
-@pytest.mark.parametrize("script", sorted(SHOWN))
-def test_a_script_takes_the_options_that_are_shown(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("multiprocessing.set_forkserver_preload", lambda names: None)
-    for words in (["memory", "--help"], ["published", "--help"]) if "foresight" in script else (["--help"],):
-        monkeypatch.setattr(sys, "argv", [script, *words])
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert SHOWN[script] <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
 
 
 def test_the_script_for_gpus_is_one_that_bash_reads() -> None:

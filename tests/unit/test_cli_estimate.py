@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from hf_fsdp_tools import LaunchConfig, TrainingSetup, estimate_memory
 from hf_fsdp_tools.foresight.recommend import SEARCHED
 from tests._dist import imitate_gpus
-from tests.api import MARGIN, show_bytes, step_of, throughput_of
+from tests.api import MARGIN, show_bytes, throughput_of
 from tests.unit.test_cli import run
 
 
@@ -124,20 +124,6 @@ def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
     write_fp8(llama, tmp_path, 2048)
     code, _, err = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--tp-size", "8")
     assert code == 1 and "is stored in blocks of 2048, through which 8 parts of its" in err, err
-
-
-def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
-    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--compare")
-    assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
-    table = out[out.index("\n\n") :].splitlines()
-    assert next(line for line in table if "root-only" in line).split() == ["hybrid", "root-only", "no", "wrapping"]
-    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--compare", "--json")[1])
-    totals = [value[name]["memory"]["total"] for name in ("hybrid", "root", "none")]
-    assert totals == sorted(totals)
-    (row,) = (line for line in table if line.startswith("memory per GPU"))
-    assert [f"{total / 1e9:.1f}" for total in totals] == row.split()[3::2]
-    whole = 4 * sum(unit.num_params for unit in step_of(llama, TrainingSetup(**EIGHT)).plan.units)
-    assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
 
 
 def test_config_writes_what_is_recommended(capsys, llama, tmp_path):

@@ -32,12 +32,6 @@ def test_a_page_of_results_says_of_which_code_and_day_it_is(page: Path) -> None:
     assert re.search(rf"{COMMIT}, {DAY}", head), head[:300]
 
 
-def test_every_table_of_measurements_says_of_which_code_or_day_it_is() -> None:
-    sections = re.split(r"^##+ ", (ROOT / "docs" / "performance.md").read_text(), flags=re.MULTILINE)[1:]
-    without = {text.splitlines()[0] for text in sections if "|---|" in text and not re.search(DAY, text)}
-    assert without == {"What to change first"}, "advice and estimates alone"
-
-
 # ---- what was measured next to others ----
 
 

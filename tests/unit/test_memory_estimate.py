@@ -10,7 +10,6 @@ from torch import nn
 from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import ConfigError, estimate_memory
-from hf_fsdp_tools.foresight import memory
 from hf_fsdp_tools.foresight.allocator import CachingAllocator, replay
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.steps import build_meta_model
@@ -56,23 +55,19 @@ def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
     assert estimate_memory(bert, **shape).setup.loss == "full"
 
 
-def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
-    monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
-    return estimate_memory(
-        config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512, loss="full"
-    )
+def sized(config: LlamaConfig, num_bytes: int) -> MemoryEstimate:
+    gpu = replace(GPU, memory_bytes=num_bytes)
+    return estimate_memory(config, num_processes=8, gpu=gpu, per_device_train_batch_size=2, max_length=512, loss="full")
 
 
-def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
-    config: LlamaConfig, estimate: MemoryEstimate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_gpu_is_slow_and_a_fuller_one_stops(config: LlamaConfig, estimate: MemoryEstimate) -> None:
     outside = estimate.total - estimate.peak_reserved
-    exact = sized(config, monkeypatch, estimate.total)
+    exact = sized(config, estimate.total)
     assert exact.fits and exact.spare_bytes == 0
     assert "fits barely: 0 B of the GPU" in str(exact)
-    tight = sized(config, monkeypatch, estimate.total - 24 * 2**20)
+    tight = sized(config, estimate.total - 24 * 2**20)
     assert tight.fits and "slowly: each step, the allocator gives 25.2 MB back" in str(tight)
-    full = sized(config, monkeypatch, outside + estimate.peak_allocated - 2**20)
+    full = sized(config, outside + estimate.peak_allocated - 2**20)
     assert not full.fits and full.spare_bytes < 0
     assert "does not fit" in str(full)
 

@@ -1,18 +1,15 @@
 """Sizes and rules by which layers and experts cannot be divided: one error, with values and cure, before any is."""
 
 from itertools import product
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 
 from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import MeshError
-from hf_fsdp_tools.steps import build_meta_model, parallelize_model
+from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import tiny_config
-from tests._dist import fake_ranks
 from tests.api import checked_rules
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
@@ -43,23 +40,6 @@ def test_what_cannot_be_divided_is_refused_with_values_and_cure(kind, changes, s
         checked_rules(model, *sizes, **given)
     assert "\n" not in str(error.value)
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
-    """Divided experts exchange tokens, for which a model on meta has no ranks."""
-    model = build_meta_model(tiny_config("qwen3_moe", 2))
-    mlp, of_tried_rows = model.model.layers[0].mlp, torch.zeros(1, 8, 1, device="meta")
-    mlp.forward = MethodType(lambda self, hidden: type(self).forward(self, hidden) + of_tried_rows, mlp)
-    fake_ranks(2)
-    mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
-    with pytest.raises(
-        ConfigError,
-        match=r"cp_size 2: \S+mlp \(Qwen3MoeSparseMoeBlock\) does not run on a part of a row .* Leave cp_size out",
-    ):
-        parallelize_model(model, mesh)
-    model = get_peft_model(build_meta_model(tiny_config("llama", 2)), LoraConfig(), low_cpu_mem_usage=True)
-    with pytest.raises(ConfigError, match=r"has adapters already .* Give peft_config to from_pretrained"):
-        checked_rules(model.get_base_model(), 2, 1)
 
 
 def test_sizes_are_whole_numbers_from_1_that_fit():

@@ -11,13 +11,15 @@ import transformers as hf
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, Qwen3_5TextConfig
 
 from benchmarks.foreseeing import cases
 from benchmarks.foreseeing.cases import case_named
 from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run, kernels
+from hf_fsdp_tools.foresight.tracing.delta_rule import delta_rule_flops
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, batch_of, images_of
-from tests.api import Alloc, Event, Free, Gradient, Trace, Work, build, trace_model
+from tests.api import Alloc, Event, Free, Gradient, Trace, Work, build, step_of, trace_model
 
 SIZES = {
     "vocab_size": 131,
@@ -288,3 +290,40 @@ def test_images_that_do_not_fit_into_the_sequence_are_refused_only_if_they_were_
         traced_images("VLM, Qwen2.5-VL", images=9)
     note, *_ = traced_images("VLM, Qwen2.5-VL", image_size=(224, 224)).notes
     assert note.startswith("Of text alone, without images") and "max_length is 32" in note
+
+
+LINEAR = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LINEAR |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
+def works_of(tokens: int, device: str) -> list[Work]:
+    config = Qwen3_5TextConfig(**LINEAR, num_hidden_layers=4, vocab_size=256)
+    setup = TrainingSetup(num_processes=2, max_length=tokens)
+    model, plan = build(config, setup)
+    return [each for each in trace_model(model, plan, setup, device=device).events if isinstance(each, Work)]
+
+
+def test_a_long_row_takes_no_more_kernels_than_a_short_one_on_a_gpu_and_its_loop_is_followed_on_a_cpu() -> None:
+    short, long = works_of(128, "cuda"), works_of(1024, "cuda")
+    assert len(short) == len(long)
+    rule = delta_rule_flops(torch.Size((1, 1024, 2, 16)), torch.Size((1, 1024, 4, 32)), is_backward=False)
+    assert [work.flops for work in long].count(rule) == 3 and [work.flops for work in long].count(2.5 * rule) == 3
+    assert len(works_of(256, "cpu")) > len(works_of(128, "cpu")) > len(short)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "jamba"])
+def test_a_long_row_of_a_mamba_takes_no_more_kernels_than_a_short_one(kind: str) -> None:
+    config = CONFIG_MAPPING[kind](**LINEAR, num_hidden_layers=2, vocab_size=256)
+    counts = [step_of(config, TrainingSetup(max_length=tokens)).trace.events for tokens in (64, 1024)]
+    assert len(counts[0]) == len(counts[1])

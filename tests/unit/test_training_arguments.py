@@ -5,18 +5,15 @@ A process of one rank stands for all: nothing is communicated.
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
-from transformers import HfArgumentParser, LlamaConfig, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from hf_fsdp_tools import ConfigError, FSDPPlugin, TrainerSettings, make_accelerator
 from hf_fsdp_tools.integrations import training_arguments
-from hf_fsdp_tools.integrations.pushing import PushingMixin
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, plugin_of
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import forget_accelerate
@@ -210,35 +207,3 @@ def test_a_trainer_has_those_of_its_class_or_its_own_and_changes_no_others(tmp_p
     assert second.fsdp_settings == Saving.fsdp_settings == TrainerSettings(checksums=True)
     own = Saving(make_model("llama"), args, fsdp_settings=TrainerSettings(allow_nan=True))
     assert own.fsdp_settings == TrainerSettings(allow_nan=True) and not ShardedTrainer.fsdp_settings.checksums
-
-
-@pytest.mark.parametrize(
-    ("name", "template", "said"),
-    [
-        (
-            "org/base",
-            "{{ x }}",
-            ["base_model: org/base", "[org/base](https://", '"role": "user"', "trained with SFT"],
-        ),
-        ("{tmp}/base", None, ["version of `base`.", "generator(question, max_new_tokens"]),
-        ("", None, ["This model is trained from scratch."]),
-    ],
-)
-def test_what_trls_card_says_is_true(tmp_path: Path, name: str, template: str | None, said: list[str]) -> None:
-    pytest.importorskip("trl")
-    from trl.trainer.base_trainer import _BaseTrainer
-
-    class Own(PushingMixin, _BaseTrainer):
-        _name = "SFT"
-
-    (tmp_path / "base").mkdir()
-    trainer = object.__new__(Own)
-    config = LlamaConfig(name_or_path=name.format(tmp=tmp_path))
-    trainer.model, trainer.hub_model_id = SimpleNamespace(config=config), None
-    trainer.args = SimpleNamespace(output_dir=str(tmp_path), process_index=0)
-    trainer.processing_class = SimpleNamespace(chat_template=template)
-    trainer.is_world_process_zero = lambda: True
-    trainer.create_model_card(model_name="mine")
-    card = (tmp_path / "README.md").read_text()
-    assert all(words in card for words in said) and "None" not in card, card
-    assert ("base_model" in card) == (name == "org/base") and config.name_or_path == name.format(tmp=tmp_path)
