@@ -143,9 +143,6 @@ OF_A_MODEL = (
 )
 
 
-# ---- models of other libraries ----
-
-
 # ---- what the Trainer looks at ----
 
 

@@ -108,6 +108,3 @@ PREPARED = (
 
 def test_prepare_shards_plain_models_and_refuses_what_would_train_wrongly(folders):
     run_ranks(run_cases, 2, PREPARED, folders["llama"])
-
-
-# ---- values on their way into shards ----

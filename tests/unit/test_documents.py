@@ -87,10 +87,6 @@ def test_no_sentence_begins_with_of():
     advise("\n".join(f"{path}: {text!r}" for path, text in found))
 
 
-"""Private words that users stumbled over, and what people of the field say."""
-"""The documents for users, without the one whose words are names in tests."""
-
-
 def test_the_reference_has_every_public_name():
     named = re.findall(
         r"^\.\. auto(?!module)\w+:: (?:hf_fsdp_tools\.steps\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE
@@ -112,6 +108,3 @@ def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     assert len(text.split()) <= 700 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 120
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"\[`(\w+)`\]\(recipes/\1\.py\)", text))
-
-
-"""Pages that are made, that list messages, and those of the project."""

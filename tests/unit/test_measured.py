@@ -54,6 +54,3 @@ def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictur
     )
     cells = ", ".join(f"{least}–{most}" for least, most in zip(every, efficient, strict=True))
     assert f"| 1, 1 | {cells} | {', '.join(native)} |" in README
-
-
-# ---- estimates ----
