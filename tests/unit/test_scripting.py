@@ -186,6 +186,8 @@ def test_the_help_begins_with_the_recipes_options_and_an_error_or_ctrl_c_is_one_
     said = capsys.readouterr().err
     kept = re.fullmatch(r"finetune: error: JSONDecodeError: .* \(.*\.py:\d+; see (.*)\)\n", said)
     assert kept and "in raw_decode" in Path(kept[1]).read_text()
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("signal.signal", Mock())
     with pytest.raises(SystemExit, match="130"):
         run(Mock(side_effect=KeyboardInterrupt), "finetune")
     assert "finetune: interrupted; --resume_from_checkpoint true goes on" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     composed = changes_of(step.events)
     others = {abs(change) for change, kind in composed if kind not in OF_FSDP}
     sizes = {change for change, kind in composed if kind in OF_FSDP and change > 1024} - others
-    assert len(sizes) > 1
+    assert len(sizes) > 1 or setup.is_plain
     of_fsdp = [change for change in real if abs(change) in sizes]
     expected = [change for change, _ in composed if abs(change) in sizes]
     if config.model_type == "llama":  # of mixtral, torch's variables keep copies of gradients a moment longer

@@ -193,7 +193,7 @@ def test_many_micro_steps_are_like_the_second(fields: dict[str, object]) -> None
 
 def test_a_published_training_runs_as_fast_as_estimated() -> None:
     (published,) = (each for each in read_rows("throughput") if each.name.startswith("mpt-1b a100-40gb x128"))
-    estimated = throughput_of(published.estimated_by_name(), efficiency=published.efficiency).tokens_per_second_per_gpu
+    estimated = throughput_of(published.estimate(), efficiency=published.efficiency).tokens_per_second_per_gpu
     assert estimated == pytest.approx(published.tokens_per_second, rel=0.08)
 
 
