@@ -492,6 +492,15 @@ def rates_and_rows_of_a_loop(sizes: dict[str, int], parent: Path) -> None:
     assert norm > 0 and torch.equal(norm, accelerator.clip_grad_norm_(model.parameters(), 1e9))
 
 
+def rows_of_a_trainer(sizes: dict[str, int], parent: Path) -> None:
+    """Ranks that share rows count once among those of a step, from which a Trainer tells samples per second."""
+    shared = ParallelismConfig(**sizes)
+    model = from_pretrained(folder_of("llama", parent), accelerator=new_accelerator(parallelism_config=shared), **QUIET)
+    args = arguments(parent / f"rows {sizes}", parallelism_config=shared, fsdp=True, per_device_train_batch_size=3)
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8))
+    assert trainer.get_total_train_batch_size(args) == 3
+
+
 def averages_by_dcp(parent: Path) -> None:
     """Fused gates, which a layer's ranks hold in two ranges, are written in one layout and read in the other."""
     folder = folder_of("qwen3_moe", parent)
@@ -512,5 +521,7 @@ def test_all_agree_on_who_shares_rows(tmp_path: Path) -> None:
         a_loader_that_does_not_know_of_it, draws_of_ranks_that_share_layers, weights_that_have_drifted_apart,
         trainers_that_count_completions, rules_beside_a_mesh, axes_by_their_names, averages_by_dcp,
     )  # fmt: skip
-    cases |= {f"loop, {name}": partial(rates_and_rows_of_a_loop, sizes) for name, sizes in SHARED.items()}
+    for name, sizes in SHARED.items():
+        cases[f"loop, {name}"] = partial(rates_and_rows_of_a_loop, sizes)
+        cases[f"trainer, {name}"] = partial(rows_of_a_trainer, sizes)
     run_ranks(run_cases, 2, cases, tmp_path)
