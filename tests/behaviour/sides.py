@@ -80,10 +80,10 @@ class Layout:
 
     @property
     def noise(self) -> int:
-        """How much rounding there is: none, as in bf16, in a recurrence (a tenth of its gradients in bf16), or 8 bits in
-        one, of whose gradients none is left."""
+        """How much rounding there is: none, as in bf16, as in a recurrence in bf16 (a tenth of its gradients), or as in
+        one in 8 bits, of whose gradients none is left."""
         if self.is_recurrence:
-            return 7 if self.is_float8 else 2 * self.is_bf16
+            return 7 if self.is_float8 else 3 * self.is_bf16
         return int(self.is_float8 or self.is_bf16)
 
     @property
