@@ -1,7 +1,5 @@
 """What an older transformers, and whatever reads as it does (vLLM, llama.cpp, mlx-lm), finds in what is saved here.
 
-    python -m tests.readers OLDER_PYTHON      # of an environment with transformers 4.57.6
-
 For every type that both know, the older one writes its default `config.json`, as the hub has it, and some tokenizers;
 they are read and saved here; and the older one must read from these files what it reads from its own.
 """
@@ -9,8 +7,6 @@ they are read and saved here; and the older one must read from these files what 
 import json
 import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +96,3 @@ def compare(python: str, folder: Path) -> dict[str, list[str]]:
         assert same, f"{found.name} is read otherwise here, too"
     done = subprocess.run([python, "-c", READ, str(folder)], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        found = compare(sys.argv[1], Path(folder))
-    for name, different in found.items():
-        for one in different:
-            print(f"{name}: {one}")
-    print(Counter(f"{name.split()[0]} {'otherwise' if different else 'equal'}" for name, different in found.items()))
-    return any(found.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,12 @@
 """The shape and the size of the package: a room imports only rooms above it and keeps its budget of lines, importing
-changes nothing.
-
-    python -m tests.test_architecture [ROOT]        # prints the size of each room, and of tests and benchmarks
-"""
+changes nothing."""
 
 import ast
 import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -38,37 +36,14 @@ NEVER = (
 
 
 BUDGET = {
-    "": (110, 100, 1, 0),
-    "__main__": (10, 10, 1, 0),
-    "accelerator": (170, 125, 1, 0),
-    "axes": (85, 60, 1, 0),
-    "background": (175, 135, 1, 1),
-    "cli": (1925, 1785, 10, 0),
-    "diagnostics": (970, 855, 5, 1),
-    "distributed": (1890, 1545, 9, 2),
-    "doors": (35, 30, 1, 0),
-    "errors": (150, 65, 1, 4),
-    "extensions": (4560, 3830, 23, 3),
-    "foresight": (4220, 3765, 22, 4),
-    "hub": (185, 160, 1, 0),
-    "integrations": (5330, 4555, 22, 5),
-    "loading": (6110, 5170, 33, 3),
-    "modeling": (3680, 3120, 21, 1),
-    "planning": (1530, 1245, 9, 4),
-    "plots": (120, 110, 1, 0),
-    "pretrained": (395, 280, 1, 2),
-    "proof": (1990, 1780, 10, 0),
-    "saving": (3400, 2840, 17, 2),
-    "scripting": (3110, 2660, 12, 12),
-    "sharding": (5310, 4390, 22, 6),
-    "steps": (15, 15, 1, 0),
-    "stores": (500, 440, 1, 0),
-    "streaming": (1095, 880, 7, 1),
-    "testing": (240, 195, 1, 0),
-    "text": (235, 210, 1, 0),
-}
-"""What a room may hold: lines, lines without docstrings, files, public names. A change that needs more is warned of,
-and its commit says what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
+    "": 110, "__main__": 10, "accelerator": 180, "axes": 75, "background": 175, "cli": 1925, "diagnostics": 970,
+    "distributed": 1890, "doors": 35, "errors": 150, "extensions": 4560, "foresight": 4220, "hub": 185,
+    "integrations": 5330, "loading": 6110, "modeling": 3680, "planning": 1530, "plots": 120, "pretrained": 395,
+    "proof": 1990, "saving": 3400, "scripting": 3110, "sharding": 5310, "steps": 15, "stores": 500,
+    "streaming": 1095, "testing": 240, "text": 235,
+}  # fmt: skip
+"""Lines that a room may hold, and as many as the next 50 above. A change that needs more is warned of; its commit says
+why."""
 
 
 @cache
@@ -87,59 +62,13 @@ def room_of(module: str) -> str:
 tree_of = cache(ast.parse)  # of a text
 
 
-def docstring_lines(text: str) -> int:
-    """Lines of the strings that stand alone as statements: docstrings, of attributes too."""
-    strings = [node.value for node in ast.walk(tree_of(text)) if isinstance(node, ast.Expr)]
-    return sum(
-        (node.end_lineno or node.lineno) - node.lineno + 1
-        for node in strings
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
-
-
-def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int, int, int]]:
-    """Lines, lines without docstrings, files and public names of each room; "" is the front door."""
-    found: dict[str, list[int]] = {}
-    doors = (("", package / "__init__.py"), ("scripting.", package / "scripting" / "__init__.py"))
-    homes = [
-        (prefix + module).split(".")[0]
-        for prefix, path in doors
-        for module, names in re.findall(r'^    "([\w.]+)": \(([^)]*)\)', path.read_text(), re.MULTILINE)
-        for _ in re.findall(r'"\w+"', names)
-    ]
-    for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).with_suffix("").parts[0].removesuffix("__init__")
-        text = path.read_text()
-        lines = len(text.splitlines())
-        size = found.setdefault(room, [0, 0, 0, homes.count(room)])
-        for i, more in enumerate((lines, lines - docstring_lines(text), 1)):
-            size[i] += more
-    return {room: (size[0], size[1], size[2], size[3]) for room, size in found.items()}
-
-
 def test_a_room_keeps_its_budget():
-    """Lines may be as many as the budget rounded up to the next 50, so that not each change edits the table."""
-    for room, found in sizes().items():
-        lines, code, *others = BUDGET[room]
-        budget = (-(-lines // 50) * 50, -(-code // 50) * 50, *others)
-        for what, size, most in zip(
-            ("lines", "lines without docstrings", "files", "public names"), found, budget, strict=True
-        ):
-            advise(size > most and f"{room or 'the front door'} has {size} {what}; its budget is {most}")
-
-
-def print_sizes(root: Path) -> None:
-    """The size of everything, as a table."""
-    rooms = sizes(root / "hf_fsdp_tools")
-    total = tuple(map(sum, zip(*rooms.values(), strict=True)))
-    print(f"{'':24}  lines  without docstrings  files  public names")
-    for room, size in (*sorted(rooms.items()), ("package", total)):
-        print(f"{room or 'front door':24} {size[0]:6,} {size[1]:20,} {size[2]:6} {size[3]:13}")
-    for folder in ("recipes", "tests", "benchmarks"):
-        files = list((root / folder).rglob("*.py"))
-        texts = [path.read_text() for path in files]
-        lines, docs = sum(len(text.splitlines()) for text in texts), sum(map(docstring_lines, texts))
-        print(f"{folder:24} {lines:6,} {lines - docs:20,} {len(files):6}")
+    lines = Counter[str]()
+    for name, path in modules().items():
+        lines[room_of(name)] += len(path.read_text().splitlines())
+    for room, found in lines.items():
+        budget = -(-BUDGET[room] // 50) * 50
+        advise(found > budget and f"{room or 'the front door'} has {found} lines; its budget is {budget}")
 
 
 @cache
@@ -202,13 +131,6 @@ def test_no_module_imports_itself_in_a_circle():
         reach(name, ())
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(modules()) if modules()[name].name == "__init__.py" and name])
-def test_a_room_says_in_one_sentence_what_it_owns(name):
-    tree = ast.parse(modules()[name].read_text())
-    assert len(tree.body) == 1 or name in ("extensions.fsdp1", "scripting"), f"{name} holds more than its docstring"
-    assert re.fullmatch(r"[^.]+(\.\w+[^.]*)*\.", ast.get_docstring(tree) or ""), f"{name}: not one sentence"
-
-
 OF_PEFT = ("sharding.adapters", "sharding.injection", "loading.adapter_state", "saving.save_adapter", "proof.case")
 OF_PEFT += ("proof.plain", "sharding.patches")
 
@@ -222,15 +144,6 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
             continue
         assert not roots & {"datasets", "trl"}, name
         assert ("peft" in roots) <= (name in OF_PEFT), name
-
-
-def test_benchmarks_do_not_import_tests_and_tests_import_two_of_them():
-    root = PACKAGE.parent
-    for folder, other in (("benchmarks", "tests"), ("tests", r"benchmarks(?!\.foreseeing|\.referee)")):
-        texts = {path: path.read_text() for path in (root / folder).rglob("*.py")}
-        assert not [
-            path for path, text in texts.items() if re.search(rf"^ *(from|import) {other}\b", text, re.MULTILINE)
-        ]
 
 
 DOORS = ("steps", "testing", "errors", "scripting")
@@ -265,26 +178,12 @@ def test_a_test_knows_what_users_see_and_its_own_room():
         assert len(rooms) <= 1, f"{path.name} knows what is inside {rooms}; tests/api.py has names for several tests"
 
 
-def test_the_environment_is_read_in_two_places():
-    readers = {room_of(name) for name, path in modules().items() if re.search(r"os\.environ|getenv", path.read_text())}
-    assert readers <= {"distributed", "integrations", "scripting", "testing"}  # the last two set it
-
-
 def test_the_front_door_lists_real_names_and_few():
     assert len(hf_fsdp_tools.__all__) <= 32
     for name in hf_fsdp_tools.__all__:
         assert getattr(hf_fsdp_tools, name).__name__ == name
     with pytest.raises(AttributeError, match="from_pretrained"):
         _ = hf_fsdp_tools.no_such_name
-
-
-@pytest.mark.parametrize("door", ["hf_fsdp_tools", "hf_fsdp_tools.scripting"])
-def test_editors_see_the_names_of_the_front_door(door):
-    door = importlib.import_module(door)
-    tree = ast.parse(Path(door.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert seen == {name: f"{door.__name__}.{module}" for name, module in door._MODULE_OF.items()}
 
 
 def test_importing_changes_nothing():
@@ -375,16 +274,6 @@ def private_names(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("home", sorted(PRIVATE))
-def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
-    private = set(PRIVATE[home].split())
-    used = {name: private_names(path) & private for name, path in modules().items()}
-    inside = {name for name in used if f"{name}.".startswith(f"{home}.")}
-    assert set().union(*(used[name] for name in inside)) == private, f"{home} does not use all of these any more"
-    elsewhere = {name: found - NOT_ONLY_FSDPS for name, found in used.items() if name not in inside}
-    assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"
-
-
 MOVING = {
     "distribute_module": set(),
     "distribute_tensor": {"sharding.placement"},
@@ -398,7 +287,3 @@ give them tensors on meta, which stay there, and logits, which are there."""
 def test_nothing_moves_a_tensor_to_the_device_of_the_mesh_unasked(name):
     """With CPU offload the shards would go to the GPU; and whole tensors would, only to be cut there."""
     assert {module for module, path in modules().items() if name in private_names(path)} == MOVING[name]
-
-
-if __name__ == "__main__":
-    print_sizes(Path(sys.argv[1]) if sys.argv[1:] else PACKAGE.parent)

@@ -218,7 +218,7 @@ class StreamedUnit:
         """The backward pass of the unit is over: step on it, once its gradients have arrived, if that was asked for."""
         for optimizer, clipping in _EARLY.items():
             if clipping is not None and not clipping.has_begun:
-                finish_interrupted()
+                settle()
                 clipping.begin(optimizer)
             if clipping is not None and clipping.norm is None:
                 continue  # the first step is clipped by its own norm
@@ -262,7 +262,7 @@ _UNITS: weakref.WeakValueDictionary[int, StreamedUnit] = weakref.WeakValueDictio
 _NUMBERS = count()
 
 
-def finish_interrupted() -> None:
+def settle() -> None:
     """Return once no step is under way."""
     for unit in list(_UNITS.values()):
         unit.wait()
@@ -326,7 +326,7 @@ def _take(optimizer: Any) -> None:
         each.leave()
     if type(optimizer) in ELEMENTWISE and copies:
         if optimizer not in _TAKEN:
-            optimizer.register_state_dict_pre_hook(lambda _: finish_interrupted())
+            optimizer.register_state_dict_pre_hook(lambda _: settle())
         _TAKEN[optimizer] = groups
         for group, own in groups:
             group["params"] = [p for p in own if p not in copies or p.grad is None or not optimizer.state.get(p)]

@@ -301,7 +301,7 @@ class _Kept:
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def finish_interrupted(self) -> None:
+    def settle(self) -> None:
         """Give the memory on the device up, once the copy is there."""
         self._link.wait(self._mark)
         self._source = None
@@ -353,7 +353,7 @@ def _run_offloaded(
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = run(function, *args)
     for kept in made:
-        kept.finish_interrupted()
+        kept.settle()
     return output
 
 

@@ -83,7 +83,7 @@ class Exchange:
         arrived, self._arrived, self._memory, self._works = self._arrived, {}, [], []
         return arrived
 
-    def finish_interrupted(self) -> None:
+    def settle(self) -> None:
         """Let what is on its way arrive, or a rank that is lost be noticed: cut off, it would reach the next pass."""
         with suppress(RuntimeError):  # an error that says more is on its way too
             for work in self._works:
@@ -152,7 +152,7 @@ def deliver(
         _meet(failed(), doing)
     finally:
         for exchange in flying:
-            exchange.finish_interrupted()
+            exchange.settle()
 
 
 def _meet(error: Exception | None, doing: str) -> None:

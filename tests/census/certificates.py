@@ -6,28 +6,40 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.census import packed, plans, resumed, routers, streamed
-from tests.census.defaults import CONFIG_MAPPING
+from transformers import PreTrainedConfig
+
+from tests.census import kept, plans
+from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, markdown, written_rows
 from tests.census.trained import census_on, takes_part
+
+
+def is_mixture(model_type: str) -> bool:
+    """Whether the default configuration of a type, or a part of it, has a number of experts."""
+    if not (classes_by_default(model_type) and is_causal(model_type)):
+        return False
+    parts = [build_config(model_type)]
+    for part in parts:
+        parts += [value for value in vars(part).values() if isinstance(value, PreTrainedConfig)]
+    return any("expert" in name for part in parts for name, value in vars(part).items() if value)
+
 
 CENSUSES: dict[str, Census] = {
     "plan": plans.CENSUS,
     "fsdp": replace(census_on(""), takes_part=lambda name: takes_part(name, "") and not is_causal(name)),
     "fsdp_packed": census_on("shard2"),
     "tp2": census_on("tp2"),
-    "ep2": replace(census_on("ep2"), takes_part=lambda name: takes_part(name, "ep2") and routers.is_mixture(name)),
+    "ep2": replace(census_on("ep2"), takes_part=lambda name: takes_part(name, "ep2") and is_mixture(name)),
     "cp2": census_on("cp2"),
     "lora": replace(census_on("", has_adapter=True), takes_part=is_causal),
-    "lora_on_fp8": packed.CENSUS,
-    "resumed": resumed.CENSUS,
-    "routers": routers.CENSUS,
-    "live_weights": replace(streamed.CENSUS, takes_part=is_causal),
+    "resumed": kept.RESUMED,
+    "routers": replace(census_on("", recomputes=True), takes_part=is_mixture),
+    "live_weights": replace(kept.STREAMED, takes_part=is_causal),
 }
 """By the name of the file with its rows. Models of words train with packed rows, too; others on rows alone."""
 
 COLUMNS = (
-    "plan", "load", "FSDP", "TP 2", "EP 2", "CP 2", "packed rows", "LoRA", "LoRA on stored FP8", "resumed on 2 ranks",
+    "plan", "load", "FSDP", "TP 2", "EP 2", "CP 2", "packed rows", "LoRA", "resumed on 2 ranks",
     "recomputed routers", "live weights",
 )  # fmt: skip
 
@@ -70,7 +82,7 @@ def cells_of(model_type: str, rows: dict[str, dict[str, Row]]) -> list[tuple[str
     loaded = trained | {"verdict": found_in_files}
     has_packed = "packed" in trained.get("kinds", "")
     found = (own["plan"], loaded, trained, own["tp2"], own["ep2"], own["cp2"], trained if has_packed else {})
-    found += (own["lora"], own["lora_on_fp8"], own["resumed"], own["routers"], own["live_weights"])
+    found += (own["lora"], own["resumed"], own["routers"], own["live_weights"])
     return [(mark_of(row), row.get("why", "")) for row in found]
 
 

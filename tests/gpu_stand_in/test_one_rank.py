@@ -1,19 +1,12 @@
 """A training step on one GPU asks no more of the CUDA runtime than a plain loop: kernels, copies, waits, memory.
 
-`python -m tests.gpu_stand_in.test_one_rank [CASE…]` prints a table, each row measured in a process of its own.
-Kernels do nothing on the stand-in, so the CPU time of a step is what the host takes to start them.
+Kernels do nothing on the stand-in.
 """
 
 import gc
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -97,8 +90,8 @@ def step_of(model: Any, case: str, who: str, tokens: int = 64) -> Callable[[], N
 
 
 def counted(folder: Path, case: str, who: str, steps: int = 5) -> dict[str, float]:
-    """Calls of one step, MiB at its peak, and the least CPU time of one, in ms."""
-    step, times = step_of(made(folder, case, who), case, who), []
+    """Calls of one step, and MiB at its peak."""
+    step = step_of(made(folder, case, who), case, who)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -106,14 +99,12 @@ def counted(folder: Path, case: str, who: str, steps: int = 5) -> dict[str, floa
     gc.disable()
     fakegpu.reset()
     for _ in range(steps):
-        start = time.process_time()
         step()
-        times.append(1e3 * (time.process_time() - start))
     torch.cuda.synchronize()
     gc.enable()
     stats = fakegpu.stats()
     found = {name: stats.get(name, 0) / steps for name in COUNTS}
-    return found | {"peak MiB": torch.cuda.max_memory_allocated() / 2**20, "host ms": min(times)}
+    return found | {"peak MiB": torch.cuda.max_memory_allocated() / 2**20}
 
 
 def checkpoint(folder: Path, layers: int) -> Path:
@@ -165,28 +156,3 @@ def test_packed_rows_need_no_more_memory_than_whole_ones(tmp_path: Path) -> None
     (found,) = run_ranks(peaks, 1, checkpoint(tmp_path, layers=2), device="cuda")
     assert found["packed rows"] - found["all weights in bf16"] < 4096 * 64, "a mask has 4,096 x 4,096 bytes"
     assert found["packed rows, flash"] >= 4, found
-
-
-def main() -> None:
-    """Print the table, or as a child the figures of one cell."""
-    if os.environ.get("ONE_RANK_CELL"):
-        folder, case, who = sys.argv[1:]
-        print("FOUND", json.dumps(counted(Path(folder), case, who)))
-        return
-    with TemporaryDirectory() as folder:
-        checkpoint(Path(folder), layers=32)
-        print("| | | " + " | ".join((*COUNTS, "peak MiB", "host ms")) + " |")
-        print("|---|---|" + "---|" * (len(COUNTS) + 2))
-        for case in sys.argv[1:] or CASES:
-            for who in ("plain loop", "ours"):
-                words = [sys.executable, "-m", "tests.gpu_stand_in.test_one_rank", folder, case, who]
-                done = subprocess.run(words, env=os.environ | {"ONE_RANK_CELL": "1"}, capture_output=True, text=True)
-                line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
-                if line is None:
-                    raise SystemExit(done.stderr)
-                figures = json.loads(line.removeprefix("FOUND ")).values()
-                print(f"| {case} | {who} | " + " | ".join(f"{figure:,.1f}" for figure in figures) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

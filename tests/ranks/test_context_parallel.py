@@ -1,5 +1,6 @@
 """Ranks that share rows compute what one process does on whole rows: losses, gradients, a step, evaluation, outputs."""
 
+import copy
 import sys
 from functools import cache, partial
 from typing import Any
@@ -8,26 +9,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
-from peft import LoraConfig
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
 )
 
-from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import ConfigError, ParallelDims
 from hf_fsdp_tools.extensions import context_parallel
-from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-from tests._checkpoints import full, tiny_config
+from hf_fsdp_tools.steps import make_wrap_plan, parallelize_model, shard_model
+from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
-from tests._rounding import assert_within
-from tests._training import ShardedTrainer, full_gradients, train
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -53,8 +48,6 @@ OPTIONS = {
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16},
 }
-COUNTS_ROWS_ONCE = "get_tp_size" in Trainer.compute_loss.__code__.co_names
-"""Whether the Trainer of this transformers does not multiply losses by `cp_size`; that of 5.17 does."""
 LENGTH = 21  # which neither 2 nor 4 divides
 
 
@@ -101,7 +94,7 @@ def sharded_copy(kind: str, dims: ParallelDims, **options: Any) -> Any:
 
 
 def rows_are_shared(kind, rows, dims, **options):
-    """Loss and gradients; evaluation, and outputs without labels, of what is not compiled."""
+    """Loss and gradients; evaluation, and outputs without labels."""
     replicas = dist.get_world_size() // dims.cp_size
     own = dist.get_rank() // dims.cp_size
     model = sharded_copy(kind, dims, **options).train()
@@ -116,34 +109,11 @@ def rows_are_shared(kind, rows, dims, **options):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name in expected:
             torch.testing.assert_close(full(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    if "compile" in options:
-        return
     with torch.no_grad():
         batch = rows_of(rows, own)
         torch.testing.assert_close(model.eval()(**batch).loss, one.eval()(**batch, use_cache=False).loss)
         del batch["labels"]
         torch.testing.assert_close(model(**batch).logits, one(**batch, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-
-
-def bf16_and_adapters(kind, layers):
-    """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
-    rows = rows_of("packed", 0) | {"use_cache": False}
-
-    def model_of(size):
-        torch.manual_seed(0)
-        model = sharded_copy(kind, ParallelDims(cp_size=size), mp_policy="bf16")
-        return add_adapter(model, LoraConfig(target_modules=layers, init_lora_weights=False), seed=0).train()
-
-    def passed(model):
-        model.zero_grad()
-        loss = model(**rows).loss
-        loss.backward()
-        return {"loss": loss.item(), **full_gradients(model)}
-
-    model, alone = model_of(2), model_of(1)
-    assert_within(passed(model), partial(passed, alone))
-    losses = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), [rows] * 3)
-    assert losses[2] < losses[0] - 0.01
 
 
 def packed_recurrences_keep_documents_apart():
@@ -189,37 +159,6 @@ def _own(kwargs):
     return {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq", "max_length", "seq_idx"))}
 
 
-def generation_takes_whole_rows():
-    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
-    ids = rows_of("whole", 0)["input_ids"]
-    expected = plain("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
-
-
-def saved_files_do_not_know_of_it(folder):
-    save_pretrained(sharded_copy("llama", ParallelDims(cp_size=2)), folder / "shared")
-    save_pretrained(sharded_copy("llama", ParallelDims()), folder / "alone")
-    for name in ("config.json", "model.safetensors"):
-        assert (folder / "shared" / name).read_bytes() == (folder / "alone" / name).read_bytes(), name
-
-
-def a_leak_would_be_seen():
-    """A document of a packed row does not move when another one changes; all ranks see the last token of rank 0."""
-    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
-    rows = rows_of("packed", 0)
-    del rows["labels"]
-    whole = {"input_ids": rows["input_ids"]}
-    with torch.no_grad():
-        packed, plain_ones = model(**rows).logits, model(**whole).logits
-        rows["input_ids"] = whole["input_ids"] = rows["input_ids"].clone()
-        rows["input_ids"][:, 2] += 1
-        assert torch.equal(model(**rows).logits[:, 8:], packed[:, 8:]), "of the second document"
-        assert not torch.equal(model(**rows).logits[:, 2:8], packed[:, 2:8])
-        whole["input_ids"][:, 10] += 1  # the last one of rank 0
-        moved = (model(**whole).logits - plain_ones).abs().amax((0, 2))
-        assert bool((moved[10:] > 0).all())
-
-
 def bytes_follow_the_formula():
     """4 all-to-alls per attention and direction, of this rank's part of queries, keys, values and outputs."""
     model = sharded_copy("llama", ParallelDims(cp_size=2))
@@ -231,27 +170,20 @@ def bytes_follow_the_formula():
     assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
 
 
-def whole_rows_cost_what_is_said():
-    """A reader without known functions gathers its inputs, and sends its gradients back; nothing else is gathered."""
-    model = sharded_copy("bloom", ParallelDims(cp_size=2))
-    with calls_of(context_parallel.Rows, "whole", lambda _, rows, tensor, dim: tensor.numel()) as sent:
-        model(**rows_of("whole", 0)).loss.backward()
-    tokens = 2 * -(-LENGTH // 2)
-    assert sum(sent) == model.config.num_hidden_layers * 2 * tokens * model.config.hidden_size  # states, and a residual
-
-
 def what_cannot_share_rows_is_refused():
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
     next_words = AutoModelForCausalLM
     for kind, auto, match in (
         ("xlnet", next_words, "not that of its words alone"),
         ("xlm", next_words, r"attentions.0 .MultiHeadAttention. reads other tokens in its own code"),
-        ("t5", AutoModelForSeq2SeqLM, "not a decoder"),
         ("qwen3", AutoModelForSequenceClassification, r"ForSequenceClassification. is not that of the next token"),
     ):
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    with pytest.raises(ConfigError, match="have different rows"):
+        model(**rows_of("whole", dist.get_rank()))
 
 
 def memory_falls_with_the_ranks():
@@ -279,43 +211,6 @@ def memory_falls_with_the_ranks():
     assert part < 0.55 * whole, (part, whole)
 
 
-def old_trainers_are_refused(folder):
-    args = TrainingArguments(folder, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2), use_cpu=True)
-    trainer = ShardedTrainer(sharded_copy("llama", ParallelDims(cp_size=2)), args, eval_dataset=[{"input_ids": [1]}])
-    with pytest.raises(ConfigError, match=r"multiplies losses by cp_size"):
-        trainer.evaluate()
-
-
-def metrics_are_those_of_one_process(folder):
-    """5 rows, 2 groups of 2 ranks: each row is counted once, with the outputs of all its tokens."""
-    rows = [{"input_ids": torch.arange(i, i + 10), "labels": torch.arange(i, i + 10)} for i in range(5)]
-    seen = []
-
-    def compute_metrics(found: Any) -> dict[str, float]:
-        seen.append(found)
-        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
-        return {"hits": float(hits.mean()), "sum": float(abs(found.predictions).sum())}
-
-    shared = ParallelismConfig(cp_size=2, dp_shard_size=2)
-    options = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
-    args = TrainingArguments(folder, parallelism_config=shared, **options)
-    model = sharded_copy("llama", ParallelDims(cp_size=2))
-    found = ShardedTrainer(model, args, eval_dataset=rows, compute_metrics=compute_metrics).evaluate()
-    alone = plain("llama").eval()
-    with torch.no_grad():
-        outputs = [alone(input_ids=row["input_ids"][None], labels=row["labels"][None]) for row in rows]
-    assert seen[0].predictions.shape[:2] == (5, 10) and seen[0].label_ids.shape == (5, 10)
-    logits = torch.cat([each.logits for each in outputs])
-    torch.testing.assert_close(torch.from_numpy(seen[0].predictions), logits, rtol=1e-5, atol=1e-5)
-    assert found["eval_loss"] == pytest.approx(float(sum(each.loss for each in outputs) / 5), rel=1e-6)
-
-
-def different_rows_are_one_error():
-    model = sharded_copy("llama", ParallelDims(cp_size=2))
-    with pytest.raises(ConfigError, match="have different rows"):
-        model(**rows_of("whole", dist.get_rank()))
-
-
 LAYOUTS = [ParallelDims(cp_size=2), ParallelDims(cp_size=4), ParallelDims(cp_size=2, dp_replicate_size=2)]
 
 
@@ -324,7 +219,8 @@ ROWS = ["whole", "packed", "padded"]
 
 def few(kinds, rows, layouts, are_recomputed):
     """Every kind of rows with full causal attention; of other attention those that have a mask of their own."""
-    others = in_turn(["gpt_oss", "deepseek_v3", "three heads"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others = in_turn(["gpt_oss", "deepseek_v3"], rows[2:0:-1], layouts[:1], are_recomputed)
+    others.append(("three heads", "whole", layouts[0], False))  # for which the mask of a part is made
     others += in_turn([kind for kind in kinds if kind in READERS], rows, layouts[:1], are_recomputed)
     return [
         *in_turn(kinds[:1], rows, layouts[:1], are_recomputed),
@@ -343,53 +239,119 @@ def test_ranks_that_share_rows_compute_what_one_process_does(combinations):
         run_ranks(run_cases, ranks, cases[ranks])
 
 
-def test_a_trainer_counts_each_shared_row_once(tmp_path):
-    metrics = metrics_are_those_of_one_process if COUNTS_ROWS_ONCE else old_trainers_are_refused
-    run_ranks(metrics, 4, str(tmp_path))
+# ---- what the usual rows and calls do not show ----
+
+CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
+SIZES = {"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5], "original_max_position_embeddings": 11}
+ANGLES = {
+    "dynamic": transformers.LlamaConfig(
+        **SIZES,
+        max_position_embeddings=8,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    ),
+    "longrope": transformers.Phi3Config(
+        **SIZES,
+        original_max_position_embeddings=11,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS},
+    ),
+}
 
 
-def steps(folder: str, cp_size: int, first: int) -> list[float]:
-    """Losses from a step on to the second; a state is saved after step 0, and step 1 goes on from it."""
-    shared = ParallelismConfig(cp_size=cp_size) if cp_size > 1 else None
-    accelerator = make_accelerator(cpu=True, parallelism_config=shared)
-    model = from_pretrained(f"{folder}/checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    if first:
-        accelerator.load_state(f"{folder}/state")
+@cache
+def whole(kind: str) -> Any:
+    config = ANGLES.get(kind) or tiny_config(kind, 2)
+    if kind.startswith("qwen3_omni"):
+        return randomize(transformers.Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config)).eval()
+    return randomize(AutoModelForCausalLM.from_config(config)).eval()
+
+
+def shared(kind: str, dims: ParallelDims) -> Any:
+    """The same model with real weights, made by the public steps."""
+    model, mesh = copy.deepcopy(whole(kind)), dims.build_mesh("cpu")
+    parallelize_model(model, mesh)
+    return shard_model(model, make_wrap_plan(model), mesh=mesh)
+
+
+def ids_of(length: int) -> torch.Tensor:
+    return torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def same_gradients(model: Any, one: Any, times: int = 1, **batch: Any) -> None:
+    """After so many passes."""
     losses = []
-    for step in range(first, 2):
-        losses += train(model, optimizer, [rows_of("packed", step)], accelerator=accelerator)
-        if not step:
-            accelerator.save_state(f"{folder}/state")
-    return losses
+    for each in (model, one):
+        each.zero_grad()
+        for _ in range(times):
+            losses.append(each(**batch, use_cache=False).loss)
+            losses[-1].backward()
+    losses = losses[::times]
+    torch.testing.assert_close(losses[0].detach(), losses[1].detach())
+    for name, parameter in model.named_parameters():
+        found, expected = parameter.grad, one.get_parameter(name).grad  # towers of images have none
+        assert (found is None) == (expected is None), name
+        if found is not None:
+            torch.testing.assert_close(full(found), expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
-def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
-    plain("llama").save_pretrained(tmp_path / "checkpoint")
-    whole = run_ranks(steps, before, str(tmp_path), before, 0)
-    resumed = run_ranks(steps, after, str(tmp_path), after, 1)
-    assert all(losses == whole[0] for losses in whole) and all(losses == resumed[0] for losses in resumed)
-    assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
+def angles_that_follow_the_length() -> None:
+    for kind in ANGLES:
+        model = shared(kind, CP)
+        for length in (11, 12):  # of 11 ids_of, longrope takes short angles, and of 12 long ones
+            same_gradients(model, whole(kind), input_ids=ids_of(length), labels=ids_of(length))
 
 
-def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
-    cases = {
-        "bf16 and adapters": partial(bf16_and_adapters, "llama", ["q_proj", "v_proj"]),
-        "those of a recurrence": partial(bf16_and_adapters, "qwen3_next", ["in_proj_qkvz", "out_proj"]),
-        "packed recurrences": packed_recurrences_keep_documents_apart,
-        "generation": generation_takes_whole_rows,
-        "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
-        "leaks": a_leak_would_be_seen,
-        "bytes": bytes_follow_the_formula,
-        "bytes of whole rows": whole_rows_cost_what_is_said,
-        "refusals": what_cannot_share_rows_is_refused,
-        "different rows": different_rows_are_one_error,
-        "memory": memory_falls_with_the_ranks,
-    }
+def logits_of_some_tokens() -> None:
+    model, ids = shared("llama", CP), ids_of(9)
+    for kept in (1, 3, 6, torch.tensor([2, 5])):
+        found, expected = (
+            m(input_ids=ids, use_cache=False, logits_to_keep=kept).logits for m in (model, whole("llama"))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="logits_to_keep is for passes without labels"):
+        model(input_ids=ids, labels=ids, logits_to_keep=2)
+
+
+def masks_of_ones_own() -> None:
+    """Masks have four dimensions, in both dtypes: two documents in an odd row, and a count, as every Trainer sends."""
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    seen[4:, :4] = False
+    batch = {"input_ids": ids_of(9), "labels": ids_of(9), "num_items_in_batch": torch.tensor(7)}
+    for mask in (seen, torch.where(seen, 0.0, torch.finfo(torch.float32).min)):
+        own = mask.expand(2, 1, 9, 9)
+        same_gradients(shared("llama", CP), whole("llama"), **batch, attention_mask=own)
+
+
+def routers_of_padded_rows() -> None:
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 7:] = 0
+    options = {"attention_mask": mask, "output_router_logits": True, "use_cache": False}
+    found, expected = (m(input_ids=ids_of(9), **options) for m in (shared("qwen3_moe", CP), whole("qwen3_moe")))
+    torch.testing.assert_close(found.router_logits, expected.router_logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+
+
+def labels_that_are_no_words() -> None:
+    labels = ids_of(9)
+    labels[0, 3] = whole("llama").config.vocab_size + 5
+    with pytest.raises(RuntimeError, match="a label is none of the"):
+        shared("llama", TP).train()(input_ids=ids_of(9), labels=labels)
+
+
+def real_weights_that_see_a_part() -> None:
+    """The activation function of Apertus, and norms of queries and keys of Qwen3-Omni, of which no rule of their plans
+    speaks."""
+    for kind in ("apertus", "qwen3_omni_moe_thinker"):
+        model = shared(kind, TP)
+        for times in (1, 2):  # what has accumulated is not summed again
+            same_gradients(model, whole(kind), times, input_ids=ids_of(9), labels=ids_of(9))
+
+
+def test_what_else_is_done_with_a_model_whose_rows_are_shared() -> None:
+    cases = (
+        packed_recurrences_keep_documents_apart, bytes_follow_the_formula, what_cannot_share_rows_is_refused,
+        memory_falls_with_the_ranks, angles_that_follow_the_length, logits_of_some_tokens, masks_of_ones_own,
+        routers_of_padded_rows, labels_that_are_no_words, real_weights_that_see_a_part,
+    )  # fmt: skip
     run_ranks(run_cases, 2, cases)
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_share_rows():
-    run_ranks(partial(rows_are_shared, "llama", "packed", LAYOUTS[0], compile="aot_eager"), 2)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,15 +13,26 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained, save_pretrained
+from hf_fsdp_tools import (
+    ConfigError,
+    FSDPPlugin,
+    ParallelDims,
+    TrainerSettings,
+    WrapPolicy,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+)
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
-from tests._checkpoints import make_checkpoint, make_model, refusal, sharded_meta_model
+from tests._checkpoints import make_checkpoint, make_model, make_quantized, refusal, sharded_meta_model, small_llama
 from tests._dist import named, run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, make_rows
 
 
 def mine(first: Any, second: Any) -> Any:
@@ -81,11 +93,8 @@ DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         r'mp_policy.reduce_dtype is null on rank 0, "torch.float32" on rank 1. Give the same on every rank',
     ),
-    "offload_policy": ({}, {"offload_policy": CPUOffloadPolicy()}, "offload_policy"),
     "policy": ({}, {"policy": WrapPolicy(reshard_after_forward={"*": False})}, "policy"),
-    "auto_class": ({}, {"auto_class": AutoModelForSequenceClassification}, "auto_class"),
     "staging_bytes": ({}, {"load_kwargs": {"staging_bytes": 2**21}}, "load_kwargs.staging_bytes is not given"),
-    "an argument of the config": ({}, {"num_labels": 7}, "model_kwargs.num_labels"),
     "peft_config": (
         {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])},
         {"peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"])},
@@ -116,3 +125,51 @@ def other_staging_bytes_dtypes_and_functions(folder: Path) -> None:
 def test_arguments_that_differ_are_named(copies: Path) -> None:
     cases: dict[str, Callable[..., None]] = {name: partial(give_other_arguments, name=name) for name in DIFFERING}
     run_ranks(run_cases, 2, cases | named(other_staging_bytes_dtypes_and_functions), copies / "good")
+
+
+# ---- what does not go together (docs/support.md) ----
+
+LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+def fsdp1_and_ranks_that_share(name: str, folder: Path) -> None:
+    shared = ParallelismConfig(**{name: 2})
+    plugin = FSDPPlugin(fsdp_version=1)
+    said = refusal(lambda: make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=shared))
+    assert f"{name} above 1 needs FSDP2" in said, said
+
+
+def quantised_weights_in_parts(folder: Path) -> None:
+    options = {"mesh": ParallelDims(tp_size=2), "peft_config": LORA, "load_kwargs": {"progress": False}}
+    said = refusal(lambda: from_pretrained(folder / "fp8", dequantize=False, num_tokens=132, **options))
+    assert "k_proj.weight is stored in blocks of 8, through which 2 parts of its 24 indices would cut" in said, said
+    if find_spec("bitsandbytes") is not None:
+        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        said = refusal(lambda: from_pretrained(folder / "small", quantization_config=four, num_tokens=132, **options))
+        assert "flattened before bitsandbytes packs it, so ranks cannot share it" in said, said
+
+
+def averages_of_flat_parameters(folder: Path) -> None:
+    class Averaging(ShardedTrainer):
+        fsdp_settings = TrainerSettings(ema_decay=0.9)
+
+    args = arguments(folder / "run", max_steps=1, fsdp=True, fsdp_config={"version": 1})
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    said = refusal(lambda: Averaging(model=model, args=args, train_dataset=make_rows(8)).train())
+    assert "ema_decay needs FSDP2" in said, said
+
+
+CASES = {
+    "FSDP1, tp": partial(fsdp1_and_ranks_that_share, "tp_size"),
+    "FSDP1, cp": partial(fsdp1_and_ranks_that_share, "cp_size"),
+    "stays quantised, tp": quantised_weights_in_parts,
+    "FSDP1, averages": averages_of_flat_parameters,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "llama")
+    make_quantized("fp8", tmp_path / "fp8")
+    small_llama(tmp_path / "small")
+    run_ranks(run_cases, 2, CASES, tmp_path)

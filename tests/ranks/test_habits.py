@@ -1,27 +1,24 @@
 """Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
 
 import copy
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.tensor import Replicate
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, default_data_collator
+from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
-from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
+from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_within
-from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
-from tests.api import all_ranks, local_tensor, peak_bytes
+from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+from tests.api import local_tensor
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -101,17 +98,6 @@ def two_losses_in_two_backward_passes(parent: Path) -> None:
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
 
 
-def embeddings_before_the_model(parent: Path) -> None:
-    accelerator, ids = new_accelerator(), torch.arange(3, 15)[None]
-    plain = AutoModelForCausalLM.from_pretrained(parent).train()
-    model = from_pretrained(parent, accelerator=accelerator, load_kwargs={"progress": False}).train()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    for each in (model, plain):
-        each(inputs_embeds=each.get_input_embeddings()(ids), labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
-
-
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,41 +119,6 @@ def heads_that_ranks_choose(parent: Path) -> None:
         (plain(rows[rank], rank) / 2).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
-
-
-class Turns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(8, 4) for _ in range(3))
-
-    def forward(self, rows: torch.Tensor, task: int) -> torch.Tensor:
-        return (rows @ self.weights[task]).pow(2).sum()
-
-
-def weights_that_micro_batches_choose(parent: Path) -> None:
-    """The script accumulates whole gradients, in fp32: those of the second weight are in bf16 yet, and so are zeros."""
-    options: Any = {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
-    options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=2)
-    accelerator = new_accelerator(mixed_precision="bf16", **options)
-    torch.manual_seed(0)
-    model, rows = Turns(), torch.randn(2, 2, 3, 8)
-    plain = copy.deepcopy(model)
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for task in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(rows[dist.get_rank(), task], task))
-
-    def passed():
-        plain.zero_grad()
-        for rank, task in product(range(2), range(2)):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = plain(rows[rank, task], task)
-            (loss / 4).backward()
-        return [weight.grad for weight in plain.weights[:2]]
-
-    *used, unused = model.parameters()
-    assert_within([full(parameter.grad) for parameter in used], passed)
-    assert unused.grad is None or not full(unused.grad).any()
 
 
 class Centre(nn.Module):
@@ -209,30 +160,6 @@ def trainer(parent: Path, kind: type[ShardedTrainer] = ShardedTrainer, **setting
     return kind(model=model, args=args, train_dataset=make_rows(16), eval_dataset=make_rows(4))
 
 
-def unused_parameters_are_looked_for_where_a_trainer_is_asked(parent: Path) -> None:
-    """transformers asks for it wherever nothing is recomputed, and torch before 2.13 has no answer."""
-    for settings, asked in (({}, False), ({"ddp_find_unused_parameters": True}, True)):
-        made = trainer(parent, max_steps=1, **settings)
-        assert made.accelerator.ddp_handler.find_unused_parameters is asked
-
-
-def evaluations_in_bf16_alone(parent: Path) -> None:
-    """transformers would cast the shards themselves."""
-    made = trainer(parent, max_steps=1, bf16_full_eval=True)
-    made.train()
-    found = made.evaluate()["eval_loss"]
-    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
-    made.args.bf16_full_eval = False
-    assert found != made.evaluate()["eval_loss"]
-    plain = LlamaForCausalLM(made.model.config).eval()
-    plain.load_state_dict({name: full(tensor) for name, tensor in made.model.state_dict().items()})
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.bfloat16()
-    batch = default_data_collator([*make_rows(4)])
-    with torch.no_grad():
-        assert_within(found, lambda: plain(**batch).loss.item())
-
-
 def losses_that_are_no_numbers(parent: Path) -> None:
     made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
     with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with tensor\(\[\d, "):
@@ -241,43 +168,13 @@ def losses_that_are_no_numbers(parent: Path) -> None:
     assert made.train().global_step == 3
 
 
-def a_run_that_reports_what_it_took(parent: Path) -> None:
-    """One line of rank 0, of the rank that needs most."""
-    file = parent / "report.jsonl"
-    for _ in range(2):
-        made = trainer(parent, max_steps=3, logging_steps=1)
-        made.fsdp_settings.report_estimate = str(file)
-        made.train()
-    *_, line = map(json.loads, file.read_text().splitlines())
-    assert len(file.read_text().splitlines()) == 2 and (line["trainer"], line["estimated"]) == ("Trainer", None)
-    peaks = all_ranks(peak_bytes() / 1e9, "comparing")
-    assert 0 < line["measured"]["peak_gb"] <= max(peaks) and line["measured"]["tokens_per_second_per_gpu"] > 0
-    made.fsdp_settings.report_estimate = str(parent)
-    with pytest.raises(CheckpointError, match=r"(?i)is a directory"):
-        made.train()
-    assert made.state.global_step == 3, "it is refused before the first step"
-
-
-def an_ended_run_that_is_resumed(parent: Path) -> None:
-    """In the middle of an epoch the Trainer looks at `max_steps` after a step alone."""
-    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    first = trainer(parent, **settings)
-    first.train()
-    again = trainer(parent, **settings)
-    with pytest.warns(UserWarning, match="Nothing is left to train") if again.args.should_log else nullcontext():
-        again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 1
-    assert_same_tensors(full_parameters(again.model), full_parameters(first.model))
-
-
 def test_habits_of_scripts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
-        gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
-        heads_that_ranks_choose, weights_that_micro_batches_choose, buffers_that_forward_changes,
-        evaluations_in_bf16_alone, unused_parameters_are_looked_for_where_a_trainer_is_asked,
-        losses_that_are_no_numbers, a_run_that_reports_what_it_took, an_ended_run_that_is_resumed,
+        gradients_by_autograd_are_refused, two_losses_in_two_backward_passes,
+        heads_that_ranks_choose, buffers_that_forward_changes,
+        losses_that_are_no_numbers,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,11 +13,9 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
 
 from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.saving import save
-from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import (
     QUANTIZED,
     add_heads,
@@ -29,14 +26,13 @@ from tests._checkpoints import (
     stored_tensors,
     tiny_config,
 )  # fmt: skip
-from tests._dist import named, run_cases, run_ranks
+from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.api import WithHeads, all_ranks, show_bytes
+from tests.api import WithHeads, all_ranks
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
 SIZE = "60KB"
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -90,13 +86,13 @@ def assert_carried(folder: Path, source: Path) -> None:
                 assert torch.equal(tensor, tensors[key].to(tensor.dtype)), key
 
 
-def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Path) -> None:
+def saved_now_and_in_the_background(folders: dict[str, Path], tmp: Path) -> None:
     """Each rank writes a part, a few rows at a time."""
+    kind = "deepseek_v3"
     model, report = from_pretrained(folders[kind], output_loading_info=True)
     heads = heads_of(folders[kind])
     assert set(report.carried_keys) == heads.keys() and not report.unexpected_keys
     assert report.carried_bytes == sum(tensor.nbytes for tensor in heads.values())
-    assert f"{len(heads)} tensors, {show_bytes(report.carried_bytes)}, for saves to copy" in str(report)
     sizes = calls_of(save, "read_into", lambda _, places, *__: [memory.nbytes for memory, _, _ in places])
     with patch.object(save, "_SLAB_BYTES", 2048), sizes as calls:
         save_pretrained(model, tmp / kind, max_shard_size=SIZE)
@@ -115,44 +111,18 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
     assert_same_tensors(heads_of(tmp / f"{kind} cast"), half)
 
 
-def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
-    source = tmp / "mellum"
-    if dist.get_rank() == 0:
-        config = tiny_config("mellum")
-        config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["sliding_attention"], ["sparse"]
-        model = randomize(AutoModelForCausalLM.from_config(config))
-        model.save_pretrained(source, max_shard_size=SIZE)
-        names = {key.partition(".layers.3.")[2]: t for key, t in stored_tensors(source).items() if ".layers.3." in key}
-        width = config.hidden_size
-        names |= {f"pre_fc_norm_{of}.weight": torch.randn(width) for of in ("embedding", "hidden")}
-        names |= {"fc.weight": torch.randn(width, 2 * width), "norm.weight": torch.randn(width)}
-        of_layer = ("self_attn", "mlp", "input", "post_att")
-        heads = {f"mtp.{'layers.0.' if name.startswith(of_layer) else ''}{name}": t for name, t in names.items()}
-        add_heads(source, {key: tensor.clone() for key, tensor in heads.items()})
-    all_ranks(None)
-    save_pretrained(from_pretrained(source), tmp / "mellum saved")
-    if dist.get_rank() == 0:
-        ours, theirs = (MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp / name)).state_dict()
-                        for name in ("mellum saved", "mellum"))  # fmt: skip
-        assert theirs and all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
-
-
-def a_trainers_checkpoint(blocking: bool, steps: int, folders: dict[str, Path], tmp: Path) -> None:
-    source, run = folders["glm4_moe"], tmp / f"run {blocking}"
-    args = arguments(run, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=1)
-    trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=make_rows(4))
-    trainer.fsdp_settings.blocking = blocking
-    trainer.train(resume_from_checkpoint=steps == 2)
-    assert_carried(run / f"checkpoint-{steps}", source)
-
-
 def a_trainers_checkpoints(folders: dict[str, Path], tmp: Path) -> None:
     """In the folder that a run goes on from, too, which the run deletes; exported by each number of ranks."""
+    source, run = folders["glm4_moe"], tmp / "run"
     for steps in (1, 2):
-        a_trainers_checkpoint(False, steps, folders, tmp)
-    assert not (tmp / "run False" / "checkpoint-1").exists()
-    export_checkpoint(tmp / "run False" / "checkpoint-2", tmp / "exported", max_shard_size=SIZE)
-    assert_carried(tmp / "exported", folders["glm4_moe"])
+        args = arguments(run, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=1)
+        trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=make_rows(4))
+        trainer.fsdp_settings.blocking = steps == 1
+        trainer.train(resume_from_checkpoint=steps == 2)
+        assert_carried(run / f"checkpoint-{steps}", source)
+    assert not (run / "checkpoint-1").exists()
+    export_checkpoint(run / "checkpoint-2", tmp / "exported", max_shard_size=SIZE)
+    assert_carried(tmp / "exported", source)
 
 
 def merged(folders: dict[str, Path], tmp: Path) -> None:
@@ -169,8 +139,6 @@ def merged(folders: dict[str, Path], tmp: Path) -> None:
 
 def left_out(folders: dict[str, Path], tmp: Path) -> None:
     source = folders["deepseek_v3"]
-    told = "Heads are left out, so that saves hold none, which config.json promises: num_nextn_predict_layers = 1. "
-    told += "Servers may refuse that."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, report = from_pretrained(source, carry_heads=False, output_loading_info=True)
@@ -178,8 +146,8 @@ def left_out(folders: dict[str, Path], tmp: Path) -> None:
         export_checkpoint(source, tmp / "exported without", carry_heads=False)
     here = [warning for warning in caught if "Heads" in str(warning.message)]
     assert len(here) == (2 if dist.get_rank() == 0 else 0), here
-    assert all(str(warning.message) == told for warning in here), here
-    assert not report.carried_keys and "carried" not in str(report)
+    assert all("saves hold none, which config.json promises" in str(warning.message) for warning in here), here
+    assert not report.carried_keys
     for name in ("without", "exported without"):
         assert not heads_of(tmp / name) and len(stored_tensors(tmp / name)) > 20
 
@@ -245,42 +213,27 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
         for key, tensor in heads.items():
             apart = (tensor.float() - plain[key]).norm() / plain[key].norm()
             assert tensor.dtype == dtype and 0 < apart < (0.2 if "experts" in key else 0.05), (key, apart)
-    export_checkpoint(source, tmp / "plain", dtype=torch.float32)
-    assert_same_tensors(heads_of(tmp / "plain"), heads_of(tmp / "torch.float32"))
-    load_weights(from_pretrained(tmp / "plain"), tmp / "plain", strict=True)
     torch.manual_seed(0)
-    lora = LoraConfig(target_modules=["q_a_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-    save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of fp8")
     lora = LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False)
     save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of attention")
-    export_checkpoint(None, tmp / "merged of fp8", adapter=tmp / "adapter of fp8")
-    assert_same_tensors(heads_of(tmp / "merged of fp8"), heads_of(tmp / "torch.bfloat16"))
-    errors = [all_ranks(dict(kept(tmp, name, carry_heads=name == "kept"))) for name in ("kept", "kept without")]
-    assert errors[0][0] and all(each == errors[0][0] for each in (*errors[0], *errors[1]))
-    raw = heads_of(tmp / "kept")
-    assert_same_tensors(raw, heads_of(source))
-    assert stored_tensors(tmp / "kept without").keys() == stored_tensors(tmp / "kept").keys() - raw.keys()
+    errors = all_ranks(dict(kept(tmp, "kept")))
+    assert errors[0] and errors[0] == errors[1]
+    assert_same_tensors(heads_of(tmp / "kept"), heads_of(source))
 
 
-def kept(tmp: Path, name: str, **options: Any) -> Mapping[str, float]:
+def kept(tmp: Path, name: str) -> Mapping[str, float]:
     """Merge the adapter into the quantised base, in its format; the errors."""
-    options |= {"adapter": tmp / "adapter of attention", "keep_stored_format": True, "max_shard_size": SIZE}
+    options = {"adapter": tmp / "adapter of attention", "keep_stored_format": True, "max_shard_size": SIZE}
     return export_checkpoint(None, tmp / name, **options).requantized
 
 
-SAVED = {kind: partial(saved_now_and_in_the_background, kind) for kind in HEADS}
-CASES = (a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised)
-NAMED = {"saved": SAVED.pop("deepseek_v3")} | named(*CASES)
-
-
-@pytest.mark.nightly
-def test_heads_of_other_kinds_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    others = {"blocking": partial(a_trainers_checkpoint, True, 1), "drafts": drafts_of_transformers}
-    run_ranks(run_cases, 2, SAVED | others, folders, tmp_path)
+CASES = (
+    saved_now_and_in_the_background, a_trainers_checkpoints, merged, left_out, sources_that_go_or_change, dequantised,
+)  # fmt: skip
 
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(run_cases, 2, NAMED, folders, tmp_path)
+    run_ranks(run_cases, 2, CASES, folders, tmp_path)
     alone = kept(tmp_path, "kept alone")  # what two ranks have made together
     assert list(alone) == sorted(alone) and max(alone.values()) < 0.03
     assert_same_tensors(stored_tensors(tmp_path / "kept alone"), stored_tensors(tmp_path / "kept"))

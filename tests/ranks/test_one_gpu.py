@@ -1,6 +1,6 @@
 """What only a GPU can break: pinned copies on side streams, NCCL beside gloo, loss scaling, compilation.
 
-All cases run on the CPU, and the same on a GPU where there is one: one rank is enough. With two GPUs they run sharded.
+Some cases run on the CPU, and all on a GPU where there is one: one rank is enough. With two GPUs they run sharded.
 All ranks train on the same rows, so the numbers do not depend on how many there are.
 """
 
@@ -27,9 +27,7 @@ from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
     FSDPPlugin,
-    ParallelDims,
     WrapPolicy,
-    add_adapter,
     diagnose,
     from_pretrained,
     resize_token_embeddings,
@@ -60,16 +58,6 @@ def _needs(gpus: int) -> Any:
     return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
 
 
-on_each = pytest.mark.parametrize(
-    ("device", "ranks"),
-    [
-        pytest.param("cpu", 1, id="cpu", marks=pytest.mark.nightly),
-        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
-        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
-    ],
-)
-
-
 def _is_gpu() -> bool:
     return local_device().type == "cuda"
 
@@ -79,25 +67,22 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, count: int = STEPS) -> list[float]:
+def _steps(model: nn.Module, count: int = STEPS) -> list[float]:
     """A plain training loop."""
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return train(model.train(), optimizer, [_batch()] * count, clip=0.5)
 
 
-def _expected(folder: Path, count: int = STEPS) -> list[float]:
+def _expected(folder: Path) -> list[float]:
     """The same steps without any of this, on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
-    return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * count, clip=0.5)
+    return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * STEPS, clip=0.5)
 
 
 def _close(found: list[float], expected: list[float], rtol: float = 1e-4) -> None:
     # fp32: a GPU adds in another order (TF32 is off by default), and AdamW's steps carry that on
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
-
-
-# ---- loading ----
 
 
 def _loading(folder: Path, out: Path) -> None:
@@ -110,9 +95,6 @@ def _loading(folder: Path, out: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before[0]), "loading draws no random number of the user's"
     assert before[1] is None or torch.equal(torch.cuda.get_rng_state(), before[1])
     assert not [f for f in diagnose(model).findings if f.severity == "error"]
-    # cast on the way, and saved again in the dtype of the files
-    half = from_pretrained(folder, dtype=torch.bfloat16)
-    assert_same_model(half, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     _close(_steps(model), _expected(folder))
     save_pretrained(model, out / "saved")
     assert_same_model(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
@@ -185,9 +167,6 @@ def _staged(folder: Path) -> None:
         read_transfers([Transfer(**every_second, memory=memory)], staging_bytes=2**20)
 
 
-# ---- precision ----
-
-
 WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 
 
@@ -212,9 +191,6 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> No
         dtype, scale = (torch.bfloat16, 1.0) if mixed_precision == "bf16" else (torch.float16, 2.0**16)
         steps = [[_batch()]] * STEPS
         assert_within(losses, lambda: by_hand(folder, steps, torch.float32, dtype, clip=0.5, scale=scale)[0])
-    text = model.eval().generate(IDS[:1, :3], max_new_tokens=3, do_sample=False)  # shards may be on the CPU, as the ids
-    assert text.shape == (1, 6)
-    model.train()
     if mixed_precision == "fp16":
         assert accelerator.scaler is not None and not optimizer.step_was_skipped
         before = full_parameters(model)
@@ -222,9 +198,6 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> No
         optimizer.step()
         assert optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15
         assert apart(full_parameters(model), before) == 0
-
-
-# ---- compiled ----
 
 
 def _compiled(folder: Path) -> None:
@@ -240,44 +213,16 @@ def _compiled_without_graphs(folder: Path) -> None:
     _close(_steps(model), _expected(folder))
 
 
-# ---- Accelerate and the Trainer ----
-
-
-def _resumed(folder: Path, out: Path, offload: bool) -> None:
-    plugin = FSDPPlugin(cpu_offload=offload)
-    accelerator = new_accelerator(fsdp_plugin=plugin)
-
-    def fresh() -> tuple[Any, Any]:
-        model = from_pretrained(folder, accelerator=accelerator)
-        accelerator._models.clear()
-        accelerator._optimizers.clear()
-        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    model, optimizer = fresh()
-    losses = _steps(model, optimizer)
-    accelerator.save_state(str(out / "state"))
-    on = _steps(model, optimizer)
-    model, optimizer = fresh()
-    accelerator.load_state(str(out / "state"))
-    again = _steps(model, optimizer)
-    if _is_gpu():  # its kernels may add in another order each time
-        _close(again, on, rtol=1e-5)
-    else:
-        assert again == on, "the same steps, to the last bit"
-    _close(losses + on, _expected(folder, 2 * STEPS), rtol=1e-3)
-
-
 _losses: list[list[float]] = []
 """What the Trainer's runs on this rank gave, one after the other."""
 
 
-def _train(folder: Path, out: Path, plain: bool, resume: bool) -> None:
+def _train(folder: Path, out: Path, resume: bool) -> None:
     args = arguments(
         out, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
         train_sampling_strategy="sequential", dataloader_pin_memory=_is_gpu(),
     )  # fmt: skip
-    load = AutoModelForCausalLM.from_pretrained if plain else partial(from_pretrained, accelerator=new_accelerator())
-    model = load(folder)
+    model = from_pretrained(folder, accelerator=new_accelerator())
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
     trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
@@ -316,7 +261,7 @@ def _nothing_on_the_gpu(share_bytes: int) -> Iterator[None]:
     assert torch.cuda.max_memory_allocated() - before < share_bytes / 10
 
 
-def _offloaded(folder: Path, out: Path) -> list[float]:
+def _offloaded(folder: Path, out: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder)
     with _nothing_on_the_gpu(sum(p.nbytes for p in plain.parameters()) // dist.get_world_size()):
         model = from_pretrained(folder, offload_policy=CPUOffloadPolicy())
@@ -324,6 +269,7 @@ def _offloaded(folder: Path, out: Path) -> list[float]:
         save_pretrained(model, out / "offloaded")
     assert_same_model(model, AutoModelForCausalLM.from_pretrained(out / "offloaded"))
     losses = _steps(model)
+    _close(losses, _expected(folder))
     _assert_offloaded(model)
     with _nothing_on_the_gpu(_share_bytes(model)):
         load_weights(model, folder)  # over weights that are there
@@ -334,29 +280,8 @@ def _offloaded(folder: Path, out: Path) -> list[float]:
     assert_same_model(twin, plain)
     _close(_steps(twin, count=1), losses[:1])
     _assert_offloaded(twin)
-    model.eval().generate(IDS[:1, :3].to(local_device()), max_new_tokens=3, do_sample=False)
     resize_token_embeddings(model, 140)
     _assert_offloaded(model)
-    return losses
-
-
-def _adapted_and_offloaded(folder: Path, out: Path) -> list[float]:
-    """LoRA and a head that is trained whole; on several ranks all are replicas (HSDP), which share the writing."""
-    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    mesh = ParallelDims(dp_replicate_size=dist.get_world_size()).build_mesh()
-    offload = {"mesh": mesh, "offload_policy": CPUOffloadPolicy()}
-    model = add_adapter(from_pretrained(folder, **offload), config, seed=0)
-    _assert_offloaded(model)
-    losses = _steps(model)
-    _assert_offloaded(model)
-    save_pretrained(model, out / "adapter")
-    save_pretrained(model, out / "merged", merge_adapters=True)
-    loss = model.eval()(**_batch()).loss.item()
-    for name in ("adapter", "merged"):
-        again = from_pretrained(out / name, **offload)
-        _assert_offloaded(again)
-        assert again.eval()(**_batch()).loss.item() == pytest.approx(loss, rel=1e-4), name
-    return losses
 
 
 def _whole_and_offloaded(folder: Path, out: Path) -> None:
@@ -384,19 +309,13 @@ def _whole_and_offloaded(folder: Path, out: Path) -> None:
     shard_model(model, make_wrap_plan(model), offload_policy=CPUOffloadPolicy())
     load_weights(model, out)
     assert_same_model(model, plain)
-    here = {name: t.device.type for name, t in (*model.named_parameters(), *model.named_buffers())}
-    there = local_device().type
-    assert here == {
-        "inner.weight": "cpu", "inner.bias": "cpu", "scale": there, "none": there, "kept": there, "count": there,
-    }  # fmt: skip
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.device.type == ("cpu" if name.startswith("inner") else local_device().type), name
     x = torch.arange(8.0)
     model(x.to(local_device())).backward()
     plain(x).backward()
-    assert model.scale.grad is not None and model.scale.grad.device.type == there
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(gradients[name], parameter.grad)
+        torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad)
 
 
 def _cut_on_the_host(folder: Path, out: Path) -> None:
@@ -418,51 +337,39 @@ def _cut_on_the_host(folder: Path, out: Path) -> None:
     assert all(torch.equal(full(p), -plain[name]) for name, p in model.named_parameters())
 
 
-FEW = ("staging buffers", "fp16, offload True, fused False", "state, offload True", "_whole_and_offloaded")
-FEW += ("_adapted_and_offloaded",)
+FEW = ("staging buffers", "fp16, offload True, fused False", "_whole_and_offloaded", "_offloaded")
 """Cases of each commit on the CPU, where other tests of ranks show what the others do."""
 
 
 def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
     precisions = [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)]
-    in_turn = {each: (False, True) if _is_gpu() else (bool(i % 2),) for i, each in enumerate(precisions)}
     cases: dict[str, Any] = {
         "load, train, save": partial(_loading, folder, out / "loading"),
         **({"4-bit weights": partial(_packed, folder)} if find_spec("bitsandbytes") else {}),
         "staging buffers": partial(_staged, out),
         **{
             f"{kind}, offload {offload}, fused {fused}": partial(_mixed, folder, kind, offload, fused)
-            for (kind, offload), ways in in_turn.items()
-            for fused in ways
+            for kind, offload in precisions
+            for fused in (False, True)
         },
         "compiled blocks": partial(_compiled, folder),
-        **{f"state, offload {off}": partial(_resumed, folder, out / f"state {off}", off) for off in (False, True)},
-        **{
-            f"trainer, plain {plain}, resumed {resumed}": partial(_train, folder, out / f"run {plain}", plain, resumed)
-            for plain in ((False, True) if _is_gpu() else (False,))
-            for resumed in (False, True)
-        },
+        **{f"trainer, resumed {resumed}": partial(_train, folder, out / "run", resumed) for resumed in (False, True)},
     }
     if _is_gpu() and dist.get_world_size() == 1:
         cases |= {"memory": partial(_held, folder), "CUDA graphs": partial(_compiled_without_graphs, folder)}
-    own = (_offloaded, _adapted_and_offloaded, _whole_and_offloaded, _cut_on_the_host)
+    own = (_offloaded, _whole_and_offloaded, _cut_on_the_host)
     cases |= {case.__name__: partial(case, folder, out) for case in own}
     return run_cases({name: case for name, case in cases.items() if not few or name in FEW})
 
 
-@on_each
-def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = folders["llama"]
-    (adapted,) = run_ranks(_adapted_and_offloaded, 1, folder, tmp_path / "expected")
-    assert adapted[-1] < adapted[0]
-    for found in run_ranks(_all_cases, ranks, folder, tmp_path, False, device=device, timeout_s=500):
-        _close(found["_offloaded"], _expected(folder))
-        _close(found["_adapted_and_offloaded"], adapted)
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=_needs(count)) for count in (1, 2)])
+def test_all_that_a_device_can_break(ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, False, device="cuda", timeout_s=500)
 
 
 def test_what_a_device_can_break_on_the_cpu(folders: dict[str, Path], tmp_path: Path) -> None:
-    (found,) = run_ranks(_all_cases, 1, folders["llama"], tmp_path, True)
-    assert found["_adapted_and_offloaded"][-1] < found["_adapted_and_offloaded"][0]
+    run_ranks(_all_cases, 1, folders["llama"], tmp_path, True)
 
 
 def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:

@@ -2,31 +2,44 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from queue import Queue
+from threading import current_thread, main_thread
+from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.async_distillation import (
+    AsyncDistillationConfig,
+    AsyncDistillationTrainer,
+    async_distillation_trainer,
+)
+from trl.experimental.async_distillation import weight_transfer as of_distillation
+from trl.experimental.async_distillation.async_rollout_worker import RolloutSample as Lesson
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing, weight_transfer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
-from tests._checkpoints import assert_same_tensors, lora, stored_tensors, word_tokenizer
+from tests._checkpoints import assert_same_tensors, lora, make_quantized, stored_tensors, word_tokenizer
+from tests._consumers import AsyncVLLMServer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
-from tests.api import Sharded, sharding_of
 
 TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
@@ -35,11 +48,6 @@ TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "distillation": (DistillationTrainer, DistillationConfig, {"max_completion_length": 6}),
     "gkd": (GKDTrainer, GKDConfig, {"max_new_tokens": 6, "lmbda": 1.0}),
 }
-
-
-OTHERS = ("rloo",)
-RARE = ("online dpo", "gkd", "distillation")
-"""Those beside GRPO, which is compared with one process below."""
 
 
 def length_and_threes(completions: list[str], **_: Any) -> list[float]:
@@ -73,9 +81,6 @@ def model_of(source: Path, *, mixed: bool) -> Any:
     return AutoModelForCausalLM.from_pretrained(source)
 
 
-# ---- each trainer as under DDP ----
-
-
 def one_trainer(task: str, source: Path, folder: Path, mixed: bool) -> list[float]:
     """Each rank draws its own tokens, so the reference is TRL's own trainer on as many ranks."""
     model, extra = model_of(source, mixed=mixed), {}
@@ -84,18 +89,19 @@ def one_trainer(task: str, source: Path, folder: Path, mixed: bool) -> list[floa
         with torch.no_grad():
             for parameter in extra["teacher_model"].parameters():
                 parameter.mul_(1.1)
-    trainer = trainer_of(task, model, folder / task.replace(" ", "_"), mixed=mixed, extra=extra, max_steps=2)
+    own = None if mixed and task == "grpo" else AutoModelForCausalLM.from_pretrained
+    with patch.object(AutoModelForCausalLM, "from_pretrained", own):  # a reference that each rank loads whole
+        trainer = trainer_of(task, model, folder / task.replace(" ", "_"), mixed=mixed, extra=extra, max_steps=2)
     set_seed(dist.get_rank())
     trainer.train()
     if mixed:
-        assert num_units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
         frozen = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
         assert any(each is not None for each in frozen)
-        assert all(num_units(each) == num_units(trainer.model) for each in frozen if each is not None)
+        assert all(num_units(each) == num_units(trainer.model) > 2 for each in frozen if each is not None)
     return logged(trainer)
 
 
-@pytest.mark.parametrize("tasks", [OTHERS, pytest.param(RARE, marks=pytest.mark.nightly)], ids=["usual", "rare"])
+@pytest.mark.parametrize("tasks", [[*TRAINERS][:1], pytest.param([*TRAINERS][1:], marks=pytest.mark.nightly)])
 def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path, tasks):
     cases = {task: partial(one_trainer, task) for task in tasks}
     ours, theirs = (
@@ -106,74 +112,23 @@ def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path, 
             assert len(one[task]) == 2 and one[task] == pytest.approx(other[task], rel=1e-5, abs=1e-5), task
 
 
-# ---- GRPO as TRL alone on one process ----
-
-STEPS = 2
-
-
-ADAPTER = lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-
-class FixedSampler:
-    """Stands for `torch.multinomial`: the same token for a row of the global batch, however it is divided."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-
-    def __call__(self, probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
-        assert num_samples == 1
-        self.calls += 1
-        count = len(probabilities)
-        seeds = ((self.calls, self.rank * count + row) for row in range(count))
-        drawn = [(call * 0.754877666 + row * 0.569840291) % 1.0 for call, row in seeds]
-        return (
-            (probabilities.double().cumsum(1) < torch.tensor(drawn)[:, None].double())
-            .sum(1, keepdim=True)
-            .clamp(max=probabilities.shape[1] - 1)
-        )
-
-
-def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[float]]:
-    """Loss, divergence and reward of each step; the same rows, and the same number of tokens in each."""
-    if kind == "adapted":  # TRL copies the adapter, as the reference
-        if mixed:
-            torch.manual_seed(0)
-            model = from_pretrained(source, accelerator=make_accelerator(cpu=True), peft_config=ADAPTER)
-        else:
-            torch.manual_seed(0)
-            model = peft.get_peft_model(model_of(source, mixed=False), ADAPTER)
-    else:
-        model = model_of(source, mixed=mixed)
-    extra = {"peft_config": ADAPTER} if kind == "lora" else {}
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2 if mixed else 4}
-    exact = {"generation_kwargs": {"min_new_tokens": 6}, "num_generations": 4}
-    is_refused = mixed and kind == "full"  # a reference model that each rank loads whole
-    with patch.object(
-        AutoModelForCausalLM, "from_pretrained", None if is_refused else AutoModelForCausalLM.from_pretrained
-    ):
-        trainer = trainer_of("grpo", model, folder / kind, mixed=mixed, extra=extra, **settings, **exact)
-    with patch.object(torch, "multinomial", FixedSampler()):
+def on_a_base_as_stored(folder: Path, tmp: Path) -> None:
+    """It generates with the model that it trains, whose adapter is turned off to be its own reference."""
+    losses = []
+    for dequantize in (False, True):
+        options = {"dequantize": dequantize, "dtype": torch.float32}
+        model = from_pretrained(folder, accelerator=make_accelerator(cpu=True), **options)
+        trainer = trainer_of("grpo", model, tmp, mixed=True, extra={"peft_config": lora()}, max_steps=2, seed=0)
+        set_seed(0)
         trainer.train()
-    if mixed and kind == "full":
-        assert num_units(trainer.ref_model) == num_units(trainer.model) == len(sharding_of(trainer.model).plan.units)
-    return {key: logged(trainer, key) for key in ("loss", "kl", "reward")}
+        losses.append([logged(trainer, key) for key in ("loss", "kl")])
+    assert losses[0] == losses[1] and losses[0][1][0] == 0 != losses[0][1][1]
 
 
-@pytest.mark.parametrize(
-    "kinds", [("full",), pytest.param(("lora", "adapted"), marks=pytest.mark.nightly)], ids=["usual", "rare"]
-)
-def test_grpo_equals_trl_on_one_process(folders, tmp_path, kinds):
-    cases = {kind: partial(grpo, kind) for kind in kinds}
-    (expected,) = run_ranks(run_cases, 1, cases, folders["llama"], tmp_path / "one", False)
-    for result in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path / "two", True):
-        for kind in kinds:
-            for key, values in expected[kind].items():
-                assert len(values) == STEPS and len(set(values)) > STEPS // 2, (kind, key)
-                assert result[kind][key] == pytest.approx(values, rel=1e-5, abs=1e-5), (kind, key)
-
-
-# ---- reward functions that fail ----
+@pytest.mark.nightly
+def test_grpo_on_a_base_as_stored_is_that_on_floats(tmp_path):
+    make_quantized("compressed int4", tmp_path / "base")
+    run_ranks(on_a_base_as_stored, 2, tmp_path / "base", tmp_path / "run")
 
 
 def on_rank_1(reward: Any) -> Any:
@@ -188,18 +143,6 @@ def gives_nan(completions: list[str], **_: Any) -> list[float]:
     return [float("nan"), *([0.5] * (len(completions) - 1))]
 
 
-def gives_too_few(completions: list[str], **_: Any) -> list[float]:
-    return [0.5]
-
-
-def gives_a_number(completions: list[str], **_: Any) -> float:
-    return 0.5
-
-
-def gives_words(completions: list[str], **_: Any) -> list[str]:
-    return ["good" for _ in completions]
-
-
 async def raises_later(completions: list[str], **_: Any) -> list[float]:
     raise TimeoutError("the judge is silent")
 
@@ -211,15 +154,14 @@ async def judges_one_later(completions: list[str], **_: Any) -> list[float | Non
 FAILURES = {
     raises: "The reward function raises raised KeyError: 'no answer' (test_online.py:",
     gives_nan: "The reward function gives_nan returned nan for completion 1 of 2",
-    gives_too_few: "The reward function gives_too_few returned 1 rewards for 2 completions",
-    gives_a_number: "The reward function gives_a_number returned 0.5, which is no list",
-    gives_words: "The reward function gives_words returned 'good' for completion 1 of 2",
     raises_later: "The reward function raises_later raised TimeoutError: the judge is silent",
 }
 
 
 def one_error_on_all_ranks(source: Path, folder: Path) -> None:
     model = model_of(source, mixed=True)
+    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching=True casts"):
+        trainer_of("grpo", model, folder, mixed=True, use_transformers_continuous_batching=True)
     before = full_parameters(model)
     for task in ("grpo", "online dpo"):
         for reward, said in FAILURES.items():
@@ -240,17 +182,8 @@ def one_error_on_all_ranks(source: Path, folder: Path) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def settings_of_the_arguments(source: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching=True casts"):
-        trainer_of("grpo", model_of(source, mixed=True), folder, mixed=True, use_transformers_continuous_batching=True)
-    for is_gathered, expected in ((True, None), (False, False)):
-        model = model_of(source, mixed=True)
-        trainer_of("rloo", model, folder, mixed=True, ds3_gather_for_generation=is_gathered)
-        assert Sharded.of(model).gathered is expected
-
-
 def test_a_reward_function_that_fails_is_one_error(folders, tmp_path):
-    run_ranks(run_cases, 2, (one_error_on_all_ranks, settings_of_the_arguments), folders["llama"], tmp_path)
+    run_ranks(one_error_on_all_ranks, 2, folders["llama"], tmp_path)
 
 
 # ---- vLLM: stand-ins that look at what arrives ----
@@ -315,12 +248,8 @@ def weights_arrive(ways: list[tuple[str, str, Any]], folders: dict[str, Path], t
         save_pretrained(model, folder, merge_adapters=config is not None)
         dist.barrier()
         saved, taken = stored_tensors(folder), generation.vllm_client.taken
-        assert list(taken) == ([name for name, _, _ in generation._weight_metadata] if takes else [])
-        assert not takes or taken.keys() == saved.keys()
-        for name, tensor in taken.items():
-            assert tensor.dtype == saved[name].dtype and torch.equal(tensor, saved[name]), (kind, mode, name)
+        assert_same_tensors(taken, saved if takes else {}, mode)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
         generation.vllm_client.fails_at = [*saved][1] if dist.get_rank() == 0 else ""
         with pytest.raises(ConfigError, match=r"vLLM did not take the weights: ConnectionError: 500 Server Error"):
             generation.sync_weights()
@@ -328,12 +257,12 @@ def weights_arrive(ways: list[tuple[str, str, Any]], folders: dict[str, Path], t
         generation.sync_weights()  # the ranks are in step again
 
 
-OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False)
 
 
 def one_by_one(folders: dict[str, Path], tmp: Path) -> None:
     """OnlineDPO gives vLLM one tensor after the other, the experts apart."""
-    moe = {"experts_implementation": "batched_mm"}
+    moe, tmp = {"experts_implementation": "batched_mm"}, tmp / "one by one"
     model = from_pretrained(folders["mixtral"], accelerator=make_accelerator(cpu=True), **moe)
     trainer = trainer_of("online dpo", model, tmp / "run", mixed=True, max_steps=1)
     trainer.train()
@@ -350,17 +279,221 @@ def one_by_one(folders: dict[str, Path], tmp: Path) -> None:
             trainer._move_model_to_vllm()
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [("llama", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
-        pytest.param([("mixtral", "server", None), ("llama", "server", ADAPTER)], marks=pytest.mark.nightly),
-    ],
-    ids=["usual", "rare"],
-)
-def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path, ways):
-    run_ranks(weights_arrive, 2, ways, folders, tmp_path)
+def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path):
+    ways = [("llama", "server", None), ("mixtral", "colocate", OF_EXPERTS)]
+    run_ranks(run_cases, 2, {"all": partial(weights_arrive, ways), "one by one": one_by_one}, folders, tmp_path)
 
 
-def test_weights_arrive_at_vllm_one_by_one(folders, tmp_path):
-    run_ranks(one_by_one, 2, folders, tmp_path)
+# ---- asynchronous trainers ----
+
+STEPS = 2
+ADAPTER = lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+Sharded = type("Sharded", (FSDPTrainerMixin, AsyncGRPOTrainer), {})
+Distilled = type("Distilled", (FSDPTrainerMixin, AsyncDistillationTrainer), {})
+
+
+class Rollouts:
+    """Stands for TRL's worker: rewarded rows of rank 0's queue, in one order."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: Queue[Any] = Queue()
+        self.metrics_queue: Queue[Any] = Queue()
+        self.versions: list[int] = []
+
+    def start(self) -> None:
+        draws = np.random.default_rng(1)
+        for number in range(16 * STEPS):
+            ids, mask = draws.integers(3, 9, 7), np.array([0, 0, 0, 1, 1, 1, 1])
+            sample = RolloutSample(
+                prompt=[], completion=[], input_ids=ids, completion_mask=mask, model_version=1,
+                old_log_probs=np.full(7, -2.0, np.float32), advantage=(-1.0) ** number * 0.5, group_id=number // 2,
+                metrics={"reward": 1.0},
+            )  # fmt: skip
+            self.rollout_buffer.put(sample)
+
+    def stop(self) -> None:
+        pass
+
+    def update_model_version(self, model_version: int) -> None:
+        self.versions.append(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        raise AssertionError("the queue is empty")
+
+
+class Lessons(Rollouts):
+    """The same with what a teacher thinks of each token."""
+
+    def start(self) -> None:
+        draws = np.random.default_rng(1)
+        for number in range(16 * STEPS):
+            likely = np.log(draws.dirichlet(np.ones(4), 7)[:, :3]).astype(np.float32)
+            sample = Lesson(
+                prompt=[], completion=[], input_ids=draws.integers(3, 9, 7), metrics={}, teacher_id="one",
+                completion_mask=np.array([0, 0, 0, 1, 1, 1, 1]), model_version=1, prompt_id=number,
+                teacher_topk_ids=draws.integers(3, 40, (7, 3)), teacher_topk_logprobs=likely,
+            )  # fmt: skip
+            self.rollout_buffer.put(sample)
+
+
+def by_segments(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, **options: Any) -> Any:
+    """Stands for FlashAttention 3 on CPUs: each segment sees the keys of its path, whose end it is."""
+    found = []
+    for i in range(len(starts) - 1):
+        q, (k, v) = query[starts[i] : starts[i + 1]], (t[key_starts[i] : key_starts[i + 1]] for t in (key, value))
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        scale, shared = options["softmax_scale"], {"enable_gqa": True}
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **shared)
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+SHORT = {"per_device_train_batch_size": 2, "token_budget": 0, "bf16": False, "max_steps": STEPS}
+SHORT |= {"gradient_checkpointing": False}
+
+
+def async_grpo(source: Path, folder: Path, server: AsyncVLLMServer, *, mixed: bool, config: Any) -> Any:
+    """TRL's trainer with a worker of rank 0; the model comes in shards, or by its name."""
+    own = {"vllm_server_base_url": server.url, "epsilon": 10.0, "num_generations": 2}
+    moe = {"experts_implementation": "batched_mm"} if "mixtral" in source.name else {}  # CPUs have no grouped one
+    args = arguments(folder, AsyncGRPOConfig, model_init_kwargs=dict(moe), **own, **SHORT)
+    model: Any = str(source)
+    if mixed:
+        model = from_pretrained(source, accelerator=make_accelerator(args), **moe)
+    set_seed(0)
+    rows = Dataset.from_dict({"prompt": ["w3 w4"] * 8})
+    return (Sharded if mixed else AsyncGRPOTrainer)(
+        model, len, args, rows, word_tokenizer(), peft_config=config, rollout_worker=Rollouts()
+    )
+
+
+def distilling(source: Path, folder: Path, server: AsyncVLLMServer, *, mixed: bool, config: Any) -> Any:
+    """TRL's distillation, which takes the name of its model."""
+    own = {"vllm_server_base_url": server.url, "teacher_server_urls": {"one": server.url}, "beta": 0.0}
+    own |= {"model_init_kwargs": {"attn_implementation": "sdpa"}, **SHORT}
+    args, rows = arguments(folder, AsyncDistillationConfig, **own), Dataset.from_dict({"prompt": ["w3 w4"] * 8})
+    kind = Distilled if mixed else AsyncDistillationTrainer
+    return kind(str(source), args, rows, word_tokenizer(), peft_config=config, rollout_worker=Lessons())
+
+
+def served(server: AsyncVLLMServer) -> ExitStack:
+    """TRL finds vLLM, and FlashAttention on CPUs, whose speed it does not ask for."""
+    stack = ExitStack()
+    for module in (async_grpo_trainer, async_distillation_trainer):
+        for name in ("get_peak_flops_per_device", "compute_flops_per_token"):  # of a CPU, and of Mixtral (1.16)
+            stack.enter_context(patch.object(module, name, lambda *_: None, create=True))
+    for name, value in server.in_the_trainer().items():
+        for module in (weight_transfer, of_distillation):
+            stack.enter_context(patch.object(module, name, value, create=True))
+    kernels = SimpleNamespace(flash_attn_varlen_func=by_segments)
+    stack.enter_context(patch.object(packing, "_flash_attn", lambda: kernels))
+    return stack
+
+
+full_tensor = DTensor.full_tensor
+
+
+def gathers_nothing_to_send(tensor: DTensor, **options: Any) -> torch.Tensor:
+    """Refuse what makes TRL wait forever, gathers by the thread that sends. Merging alone gathers, module by module."""
+    assert current_thread() is main_thread()
+    callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
+    assert "_sync_weight" not in callers or "_merge" in callers
+    return full_tensor(tensor, **options)
+
+
+def trained(name: str, folders: dict[str, Path], tmp: Path, mixed: bool) -> list[float]:
+    """Losses; on shards, each update is what `save_pretrained` writes at that moment."""
+    kind, config, max_loras = WAYS[name]
+    server, saved = AsyncVLLMServer("float32", max_loras=max_loras), []
+    with served(server):
+        make = distilling if "distilled" in name else async_grpo
+        trainer = make(folders[kind], tmp / name, server, mixed=mixed, config=config)
+        if mixed:
+            trainer.add_callback(Saving(trainer, tmp / name, saved, merges=config is not None and not max_loras))
+        with patch.object(DTensor, "full_tensor", gathers_nothing_to_send) if mixed else nullcontext():
+            trainer.train()
+    server.stop()
+    if dist.get_rank() == 0:
+        assert len(server.updates) == STEPS + 1 and not server._is_paused
+        assert trainer.rollout_worker.versions == [1, 2, 3]
+    for update, expected in zip(server.updates[1:], saved, strict=False) if mixed else ():
+        assert_same_tensors(update, expected, name)
+    assert not mixed or (len(saved) == STEPS and all(isinstance(p, DTensor) for p in trainer.model.parameters()))
+    return logged(trainer)
+
+
+class Saving(TrainerCallback):
+    """Keeps what is saved after each step."""
+
+    def __init__(self, trainer: Any, folder: Path, saved: list[dict[str, torch.Tensor]], *, merges: bool) -> None:
+        self.trainer, self.folder, self.saved, self.merges = trainer, folder, saved, merges
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = self.folder / f"after {state.global_step}"
+        save_pretrained(self.trainer.model, folder, merge_adapters=self.merges)
+        dist.barrier()
+        self.saved.append(stored_tensors(folder))
+
+
+WAYS: dict[str, tuple[str, Any, int]] = {
+    "merged experts": ("mixtral", OF_EXPERTS, 0),
+    "adapter": ("llama", ADAPTER, 8),
+    "distilled": ("llama", None, 0),
+}
+AS_TRL = ("adapter", "distilled")
+"""TRL (1.16) sends stacked experts under names of its own, and fails where they have adapters."""
+
+
+def test_async_trainers_send_what_is_saved_and_train_as_trl_alone(folders, tmp_path):
+    cases = {name: partial(trained, name) for name in WAYS}
+    ours = run_ranks(run_cases, 2, cases, folders, tmp_path / "ours", True)
+    theirs = run_ranks(run_cases, 2, {name: cases[name] for name in AS_TRL}, folders, tmp_path / "theirs", False)
+    for name, losses in theirs[0].items():
+        assert len(set(losses)) == STEPS and ours[0][name] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
+
+
+REQUESTS = (("pause", "resume", "update_weights"), ("the third tensor",))
+"""What fails after the first step, and after the second."""
+
+
+class Failing(TrainerCallback):
+    """Lets the server fail at each request in turn, and then take an update again."""
+
+    def __init__(self, trainer: Any, server: AsyncVLLMServer) -> None:
+        self.trainer, self.server = trainer, server
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for request in REQUESTS[state.global_step - 1]:
+            self.server.fails_at, before = request, len(self.server.updates)
+            with pytest.raises(ConfigError, match="vLLM did not take the weights") as caught:
+                self.trainer._sync_weight()
+            assert "on 1 of 2 ranks" in str(caught.value), request
+            self.server.fails_at = ""
+            if state.global_step == 1:
+                self.trainer._sync_weight()
+                assert len(self.server.updates) >= before + (dist.get_rank() == 0), request
+
+
+def failures_of_the_server(folders: dict[str, Path], tmp: Path) -> None:
+    """The server is at work on rank 0 alone: each of its errors is one on both ranks, and the next update arrives.
+
+    An update that breaks off leaves TRL's connection with bytes of it, so that it comes last.
+    """
+    server, silent = AsyncVLLMServer("float32"), AsyncVLLMServer("float32")
+    with served(server):
+        trainer = async_grpo(folders["llama"], tmp / "run", server, mixed=True, config=None)
+        trainer.add_callback(Failing(trainer, server))
+        trainer.train()
+    assert len(server.updates) == (7 if dist.get_rank() == 0 else 0)
+    silent.fails_at = "init_weight_transfer_engine"
+    with served(silent), pytest.raises(ConfigError, match="vLLM did not take the weights"):
+        async_grpo(folders["llama"], tmp / "again", silent, mixed=True, config=None).train()
+    server.stop()
+    silent.stop()
+
+
+def test_a_server_that_fails_is_one_error(folders, tmp_path):
+    run_ranks(failures_of_the_server, 2, folders, tmp_path)

@@ -1,24 +1,32 @@
 """Documents of packed rows attend by a kernel for lengths that vary. A CPU has none: a loop stands in for it."""
 
+import sys
+from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
+from types import MethodType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, TrainingArguments, masking_utils
+from transformers.integrations import liger as by_transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_fsdp_tools import ParallelDims, from_config
-from hf_fsdp_tools.extensions import packed_rows
+from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, from_config, from_pretrained, save_pretrained
+from hf_fsdp_tools.extensions import liger, packed_rows
 from hf_fsdp_tools.extensions.packed_rows import Documents, attend
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
-from tests._checkpoints import RELEASE, full, tiny_config
+from tests._checkpoints import RELEASE, full, lora, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._rounding import assert_near, with_rounding
-from tests.api import Reads, patched
+from tests._training import ShardedTrainer
+from tests.api import patched, sharding_of
 
 LENGTHS = [[5, 1, 10], [16], [9, 7]]
 """Tokens of the documents in each row."""
@@ -41,11 +49,7 @@ def varlen(query: Any, key: Any, value: Any, starts: Any, of_keys: Any, longest:
         sees = sees if before < 0 else sees & ~sees.tril(-before - 1)
         part = scaled_dot_product_attention(*own, attn_mask=sees, scale=given["scale"], enable_gqa=True)
         parts.append(part[0].transpose(0, 1))
-    varlen.calls += 1
     return torch.cat(parts)
-
-
-varlen.calls = 0
 
 
 def described(kind: str, name: str, **given: Any) -> Any:
@@ -147,14 +151,12 @@ def gradients_are_those_of_masks(kind, dtype=torch.float32, cp_size=1, **options
     dtypes = (torch.float32, torch.bfloat16)
     with (
         patched(runs_documents=lambda device_type: True),
-        patch.object(packed_rows, "varlen_attn", varlen),
-        patch.object(packed_rows, "_DTYPES", dtypes),
+        patch.multiple(packed_rows, varlen_attn=varlen, _DTYPES=dtypes),
+        calls_of(packed_rows, "varlen_attn") as calls,
     ):
         shard_model(model, make_wrap_plan(model), mesh=mesh, **options)
-        before = varlen.calls
         found = passed(model)
-        layers = model.config.num_hidden_layers
-        assert varlen.calls - before == layers * (1 + ("activation_checkpointing" in options)), varlen.calls - before
+    assert len(calls) == model.config.num_hidden_layers * (1 + ("activation_checkpointing" in options))
     if dtype == torch.bfloat16:
         assert_near(found, expected, allowed)
     else:
@@ -176,18 +178,101 @@ def others_stay_as_they_are():
         heads = plain("llama", torch.float32)
         heads.config.num_attention_heads = 3  # which two ranks of a row cannot divide
         assert not packed_rows.configs_of_documents(heads, 2)
-        readers = plain("llama", torch.float32)
-        assert packed_rows.configs_of_documents(readers, 2)
-        Reads.put(readers.model.layers[0].self_attn, way="keys")  # which takes a part of the mask
-        assert not packed_rows.configs_of_documents(readers, 2)
-    assert (
-        dist.get_world_size() == 2 and from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
-    )
+    assert from_config(tiny_config("llama"), seed=0).config._attn_implementation == "sdpa"
 
 
 def test_gradients_are_those_of_masks():
-    kinds = {"llama": {"activation_checkpointing": True}, "gemma3_text": {}, "deepseek_v3": {}, "llama4_text": {}}
-    cases = {kind: partial(gradients_are_those_of_masks, kind, **options) for kind, options in kinds.items()}
+    cases = {kind: partial(gradients_are_those_of_masks, kind) for kind in ("deepseek_v3", "llama4_text")}
     cases["bf16"] = partial(gradients_are_those_of_masks, "llama", torch.bfloat16)
     cases["cp"] = partial(gradients_are_those_of_masks, "gemma3_text", cp_size=2, activation_checkpointing=True)
     run_ranks(run_cases, 2, cases | {"others": others_stay_as_they_are})
+
+
+# ---- Liger's kernels ----
+
+
+def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    scale = torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * (hidden.float() * scale).to(hidden.dtype)
+
+
+def gated(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def fused_loss(self: Any, input_ids: Any = None, labels: Any = None, **given: Any) -> CausalLMOutputWithPast:
+    hidden = self.model(input_ids=input_ids, **given)[0]
+    if labels is None:
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+    logits = functional.linear(hidden[:, :-1], self.lm_head.weight).float()
+    return CausalLMOutputWithPast(loss=functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def put_in(model: Any, **options: bool) -> None:
+    assert not options.keys() - {"rms_norm"}
+    model.forward = MethodType(fused_loss, model)
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(gated, layer.mlp)
+        for module in (layer.input_layernorm, layer.post_attention_layernorm) if options.get("rms_norm", True) else ():
+            module.forward = MethodType(norm, module)
+
+
+@contextmanager
+def imitated() -> Any:
+    found = {name: ModuleType(name) for name in ("", ".transformers", ".transformers.monkey_patch")}
+    modules: Any = {f"liger_kernel{name}": module for name, module in found.items()}
+    modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)
+    modules["liger_kernel.transformers"]._apply_liger_kernel_to_instance = put_in
+    modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": put_in}
+    with patch.dict(sys.modules, modules), patch.object(by_transformers, "is_liger_kernel_available", lambda: True):
+        yield
+
+
+def losses(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    rows = torch.arange(3, 35).view(2, 16)
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def are_those_of_the_plain_model(tied: bool, folder: str) -> None:
+    config, found = tiny_config("llama"), {}
+    config.tie_word_embeddings = tied
+    with imitated(), patch.object(liger, "refuse_liger", lambda device_type, **shares: None):
+        for fused in (False, True, {"rms_norm": False}):
+            model = from_config(config, seed=0, use_liger_kernel=fused, activation_checkpointing=True).train()
+            assert ("forward" in vars(model.model.layers[0].mlp)) == bool(fused)
+            found[str(fused)] = (*losses(model), str(sharding_of(model).plan))
+            for loss, gradients in ((one[0], one[1]) for one in found.values()):
+                torch.testing.assert_close((loss, gradients), found["False"][:2])
+        assert len({plan for _, _, plan in found.values()}) == 1, "the same units"
+        save_pretrained(model, folder)
+        adapted = add_adapter(from_pretrained(folder, use_liger_kernel=True), lora(), seed=0).train()
+        plain = add_adapter(from_pretrained(folder), lora(), seed=0).train()
+        torch.testing.assert_close(losses(adapted), losses(plain))
+
+
+def what_cannot_be_is_one_error(folder: str) -> None:
+    config = tiny_config("llama")
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        from_config(config, seed=0, use_liger_kernel=True)
+    with imitated():
+        with pytest.raises(ConfigError, match="no kernels for gpt2"):
+            from_config(tiny_config("gpt2"), seed=0, use_liger_kernel=True)
+        with pytest.raises(ConfigError, match="need a GPU"):
+            args = TrainingArguments(folder, use_cpu=True, use_liger_kernel=True, report_to="none")
+            ShardedTrainer(from_config(config, seed=0), args, train_dataset=[{"input_ids": [3, 4]}]).train()
+        mesh = ParallelDims(cp_size=2).build_mesh("cpu")
+        refuse = liger.refuse_liger
+        with (
+            patch.object(liger, "refuse_liger", lambda device_type, shares: refuse("cuda", shares=shares)),
+            pytest.raises(ConfigError, match="with cp_size or tp_size each rank has a part"),
+        ):
+            from_config(config, seed=0, mesh=mesh, use_liger_kernel=True)
+
+
+def test_a_model_with_fused_kernels_is_planned_trained_adapted_and_saved_as_without(tmp_path: Any) -> None:
+    cases: dict[str, Any] = {"refused": partial(what_cannot_be_is_one_error, str(tmp_path / "args"))}
+    for tied in (False, True):
+        cases[f"tied {tied}"] = partial(are_those_of_the_plain_model, tied, str(tmp_path / f"{tied}"))
+    run_ranks(run_cases, 2, cases)

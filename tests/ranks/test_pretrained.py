@@ -1,24 +1,15 @@
 """`from_pretrained`: the whole road on 1, 2 and 3 ranks equals the plain one, and bad input stops all ranks alike."""
 
-import re
-from collections import Counter
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-import hf_fsdp_tools
-from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained, make_accelerator
+from hf_fsdp_tools import ParallelDims, WrapPolicy, from_pretrained
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_cases, run_ranks
-from tests._hub import fake_hub, use_hub
 from tests._rounding import assert_within
-from tests.api import ModuleTree, Rounds, all_ranks, owners_of, sharding_of
+from tests.api import sharding_of
 
 KINDS = ("llama", "tied", "gpt2", "mixtral")
 
@@ -73,40 +64,8 @@ def settings_reach_the_step_they_are_for(folders, dtype, root):
     assert_within(model(input_ids=ids).logits, lambda: plain(input_ids=ids).logits)
 
 
-COUNTED = ("find_blocks", "broken_rules", "persistent_tensors", "_headers", "weights_4bit")
-
-
-def _counted(folder: Path, **options: Any) -> Counter[str]:
-    """How often one load meets the other ranks, walks the model, and asks about it."""
-    counts: Counter[str] = Counter()
-
-    def counting(owner: Any, name: str) -> Any:
-        own = getattr(owner, name)
-        return patch.object(owner, name, lambda *a, **k: (counts.update([name]), own(*a, **k))[1])
-
-    with ExitStack() as stack:
-        for owner, what in (
-            (Rounds, "exchange"),
-            (ModuleTree, "__init__"),
-            *((owner, name) for name in COUNTED for owner in owners_of(name)),
-        ):
-            stack.enter_context(counting(owner, what))
-        from_pretrained(folder, **options)
-    return counts
-
-
-def a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders, dtype, root):
-    folder = folders["llama"]
-    counts = _counted(folder)
-    assert counts.pop("exchange") <= 5
-    assert counts == {"__init__": 1, "find_blocks": 1, "broken_rules": 1, "persistent_tensors": 2, "_headers": 1}
-    accelerator = make_accelerator(cpu=True)
-    assert _counted(folder, accelerator=accelerator)["exchange"] <= 6
-
-
 CASES = (
     every_parameter_and_buffer_equals_plain_from_pretrained, all_new, settings_reach_the_step_they_are_for,
-    a_load_meets_the_other_ranks_and_walks_the_model_a_few_times,
 )  # fmt: skip
 
 
@@ -115,26 +74,3 @@ def test_the_whole_road_equals_the_plain_one(folders, tmp_path):
     (alone,) = run_ranks(run_cases, 1, CASES[:2], folders, None, tmp_path)
     for found in run_ranks(run_cases, 2, CASES, folders, torch.bfloat16, tmp_path):
         initialisation_from_the_root_is_the_same_sharded_or_not(folders["gpt2"], alone["all new"], found["all new"])
-
-
-def _written_out(folder, url):
-    """The lines of docs/plans.md, for a folder and for a name on the hub."""
-    use_hub(url, folder.with_name("home"))
-    text = Path(__file__).parents[2].joinpath("docs/plans.md").read_text()
-    (code,) = re.findall(r"The core of `from_pretrained` is six public calls.*?```python\n(.*?)```", text, re.DOTALL)
-    plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for name in (str(folder), "org/model"):
-        names = {key: getattr(hf_fsdp_tools, key) for key in hf_fsdp_tools.__all__}
-        names |= {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy}
-        exec(code.replace("Qwen/Qwen3-8B", name), names)
-        assert sum(all_ranks(names["report"].bytes_read)) <= 1.01 * names["checkpoint"].index.num_bytes, (
-            "one replica reads"
-        )
-        for key, tensor in names["model"].state_dict().items():
-            assert torch.equal(full(tensor), plain[key]), key
-
-
-def test_the_road_can_be_written_out_from_public_names(tmp_path):
-    folder = make_checkpoint("llama", tmp_path / "model")
-    with fake_hub({"org/model": {"main": folder}}) as server:
-        run_ranks(_written_out, 4, folder, server.url)

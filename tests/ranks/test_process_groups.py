@@ -3,8 +3,11 @@ that is busy uses no backend at all."""
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 from unittest.mock import patch
 
@@ -13,24 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import (
+    ConfigError,
+    ParallelDims,
+    RanksError,
+    from_pretrained,
+    make_accelerator,
+    rank_timeout,
+    save_pretrained,
+)
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend
-from tests._dist import num_gpus, run_ranks
-from tests._training import batches_of, make_rows, train
-from tests.api import all_ranks, gather_to_first, local_device, timeout_of, wait_for_all_ranks
+from tests._dist import num_gpus, run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
+from tests.api import gather_to_first, local_device, timeout_of, wait_for_all_ranks
 
 SECONDS = timedelta(seconds=77)
-
-
-def _without_cpus(folder: Path, backend: str) -> tuple[int, int]:
-    """Start the default group anew, with one backend and none for CPUs; on a GPU bound to it, as torch advises."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    wait_for_all_ranks()  # so that nothing is under way
-    dist.destroy_process_group()
-    store = dist.FileStore(str(folder / "other store"), size)
-    bound = torch.device("cuda", rank) if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
-    return rank, size
 
 
 def _threads_of(group: Any) -> tuple[int, timedelta]:
@@ -64,10 +64,7 @@ def _check_adopted(group: Any) -> None:
     assert dist.get_backend(group) == "gloo"
     count = torch.ones(1)
     dist.all_reduce(count, group=group)
-    dist.barrier(group)
-    objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, dist.get_rank(), group=group)
-    assert (count.item(), objects) == (2, [0, 1])
+    assert count.item() == 2
     dist.distributed_c10d._set_pg_timeout(2 * SECONDS, group)
     assert timeout_of(group) == 2 * SECONDS
 
@@ -79,8 +76,13 @@ def test_collectives_of_gloo_run_on_one_thread(folders: dict[str, Path]) -> None
 
 def _given_a_backend(model: Path, out: Path) -> list[float]:
     on_cpu = local_device().type == "cpu"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wait_for_all_ranks()  # so that nothing is under way
+    dist.destroy_process_group()
     backend = "cuda:gloo" if on_cpu else "nccl"  # the first: gloo for a kind of device that is not there
-    rank, size = _without_cpus(out, backend)
+    store = dist.FileStore(str(out / "other store"), size)
+    bound = torch.device("cuda", rank) if backend == "nccl" else None  # to a GPU, as torch advises
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
     name = dist.group.WORLD.group_name
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
@@ -103,28 +105,24 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     sharded, optimizer = accelerator.prepare(sharded.train(), optimizer)
     losses = train(sharded, optimizer, batches_of(make_rows(4), 2), accelerator=accelerator, clip=0.5)
-    accelerator.save_state(out / "state")
-    accelerator.load_state(out / "state")
     save_pretrained(sharded, out / "saved")
     whole = gather_to_first(next(sharded.parameters()), staging_bytes=1000)
     assert (whole is None) == (rank > 0)
     if size > 1:
-        _waiting(accelerator, rank)
+        _waiting(accelerator, rank, out / "done")
     return losses
 
 
-def _waiting(accelerator: Any, rank: int) -> None:
+def _waiting(accelerator: Any, rank: int, done: Path) -> None:
     """With all collectives forbidden; rank 0 is busy."""
     refused = patch.multiple(dist, barrier=None, all_reduce=None, all_gather_object=None, broadcast_object_list=None)
     with refused:
-        time.sleep(3 if rank == 0 else 0)
+        time.sleep(1 if rank == 0 else 0)
         accelerator.wait_for_everyone()
-        order = []
         with accelerator.main_process_first():
-            order.append(time.time())
-            time.sleep(0.5 if rank == 0 else 0)
-        began = [one[0] for one in all_ranks(order)]
-        assert began[1] - began[0] > 0.2, "rank 1 begins once rank 0 is through"
+            time.sleep(0.2 if rank == 0 else 0)
+            assert done.exists() == (rank > 0), "rank 1 begins once rank 0 is through"
+            done.touch()
         # What fails on the first rank stops the others, which would wait for the group's time limit.
         with pytest.raises(ConfigError, match="no room"), accelerator.main_process_first():
             assert rank == 0, "not begun"
@@ -150,3 +148,55 @@ def test_a_group_without_a_backend_for_cpus_is_given_one(
     of_ranks = run_ranks(_given_a_backend, ranks, folders["llama"], tmp_path, device=device)
     assert of_ranks == of_ranks[:1] * ranks and of_ranks[0][-1] < of_ranks[0][0]
     assert (tmp_path / "saved" / "config.json").is_file()
+
+
+# ---- what rank 0 does alone ----
+
+IDS = torch.arange(3, 11)[None]
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The message with which rank 0's call and what the others do instead end, the same on both ranks."""
+    accelerator = make_accelerator()
+    with pytest.raises(RanksError) as caught:
+        call() if dist.get_rank() == 0 else accelerator.wait_for_everyone()
+    return str(caught.value)
+
+
+def rank_0_alone_saves(folder: Path) -> None:
+    model = from_pretrained(folder)
+    for save in (partial(save_pretrained, model), model.save_pretrained):
+        message = refused(partial(save, folder.with_name("saved")))
+        assert "rank 0 is saving the model, rank 1 is waiting for every rank" in message
+
+
+def rank_0_alone_calls(folder: Path) -> None:
+    """When it generates, whether the weights fit is compared first, so that both ranks learn of it at once."""
+    trainer = ShardedTrainer(from_pretrained(folder), arguments(folder / "out"), eval_dataset=make_rows(4))
+    model, state = make_accelerator().prepare(from_pretrained(folder)), str(folder.with_name("state"))
+    for call, doing in (
+        (lambda: make_accelerator().get_state_dict(model), "gathering the state dict"),
+        (trainer.evaluate, "evaluating"),
+        (lambda: trainer.accelerator.save_state(state), "saving the state"),
+        (lambda: model.generate(IDS), "generating"),
+    ):
+        assert f"rank 0 is {doing}, rank 1 is waiting for every rank" in refused(call)
+
+
+def rank_0_alone_runs_forward(folder: Path) -> None:
+    """It waits in a collective for rank 1, which is told that it may, and comes after all."""
+    accelerator = make_accelerator()
+    model = from_pretrained(folder)
+    said = "rank 0 is in no call of hf_fsdp_tools; every rank must call, and run each forward pass .*generate"
+    if dist.get_rank() == 1:
+        with rank_timeout(1), pytest.raises(RanksError, match=said):
+            accelerator.wait_for_everyone()
+    model(IDS)
+    if dist.get_rank() == 0:
+        with pytest.raises(RanksError, match=said):
+            accelerator.wait_for_everyone()
+
+
+def test_what_rank_0_does_alone_is_named_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    copytree(folders["llama"], tmp_path / "llama")  # a run writes into it
+    run_ranks(run_cases, 2, (rank_0_alone_saves, rank_0_alone_calls, rank_0_alone_runs_forward), tmp_path / "llama")

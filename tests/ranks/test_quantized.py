@@ -1,32 +1,28 @@
 """4-bit bases on real ranks: shards and scales bit for bit those of plain from_pretrained; QLoRA as on one process."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
-    FSDPPlugin,
-    ParallelDims,
     describe_sharding,
     from_pretrained,
-    make_accelerator,
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.loading.quantized import four_bits as packing
 from hf_fsdp_tools.steps import load_weights
 from tests._checkpoints import (
     assert_same_tensors,
@@ -38,13 +34,10 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import named, run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged
 from tests._training import train as run_steps
-from tests.api import all_ranks, beside_4bit, shard_added, weights_4bit
+from tests.api import beside_4bit, shard_added, weights_4bit
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
-
-STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -53,11 +46,7 @@ def lora(**options: Any) -> LoraConfig:
 
 def plain(folder: Path, config: BitsAndBytesConfig | None = None, **options: Any) -> PreTrainedModel:
     given = {} if config is None else {"quantization_config": config}
-    model = AutoModelForCausalLM.from_pretrained(folder, **given, **options)
-    for module in model.modules():  # an evaluation on some CPUs would leave rearranged weights behind
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, **given, **options)
 
 
 def everything(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -72,12 +61,8 @@ def everything(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found | beside_4bit(model)
 
 
-# ---- loading ----
-
-
-NF4, FP4 = "nf4", "fp4"
-EVERY = [*product(STORAGES, (NF4, FP4), (True, False))]
-FAST = list(zip(STORAGES, (NF4, FP4, NF4, FP4), (True, True, False, False), strict=True))
+EVERY = [*product((torch.uint8, torch.bfloat16, torch.float16, torch.float32), ("nf4", "fp4"), (True, False))]
+FAST = [(torch.uint8, "nf4", True), (torch.float32, "fp4", False)]
 
 
 def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> None:
@@ -96,10 +81,7 @@ def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> N
         assert is_transposed or report.read_ratio == 1.0, "no block is read by two ranks"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "combinations"),
-    [(3, FAST[::3]), *(pytest.param(ranks, EVERY, marks=pytest.mark.nightly) for ranks in (2, 3))],
-)
+@pytest.mark.parametrize(("ranks", "combinations"), [(3, FAST), pytest.param(2, EVERY, marks=pytest.mark.nightly)])
 def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks, combinations):
     """The same holds for a transposed weight and a tied head."""
     config = GPT2Config(vocab_size=131, n_embd=64, n_inner=192, n_layer=2, n_head=4, n_positions=64)
@@ -110,17 +92,6 @@ def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks, c
         "gpt2": partial(loaded, tmp_path / "gpt2", combinations[:1]),
     }
     run_ranks(run_cases, ranks, cases)
-
-
-def replicas(folder: Path, output: Path) -> None:
-    mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
-    model = from_pretrained(folder, quantization_config=four_bits(), mesh=mesh, offload_policy=CPUOffloadPolicy())
-    assert_same_tensors(everything(model), plain(folder, four_bits()).state_dict())
-
-
-@pytest.mark.nightly
-def test_four_replicas_hold_the_same(tmp_path):
-    run_ranks(replicas, 4, small_llama(tmp_path / "llama"), tmp_path)
 
 
 def stored(folder: Path, saved: Path, output: Path) -> None:
@@ -140,10 +111,9 @@ def stored(folder: Path, saved: Path, output: Path) -> None:
     assert_same_tensors(everything(fresh), everything(from_pretrained(output / "fresh")))
 
 
-@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nested):
+def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path):
     folder, saved = small_llama(tmp_path / "llama"), tmp_path / "saved"
-    quantised = plain(folder, four_bits(bnb_4bit_use_double_quant=nested), dtype=torch.bfloat16)
+    quantised = plain(folder, four_bits(bnb_4bit_use_double_quant=False), dtype=torch.bfloat16)
     quantised.save_pretrained(saved)
     run_ranks(stored, 2, folder, saved, tmp_path)
     assert_same_tensors(stored_tensors(tmp_path / "again"), load_file(saved / "model.safetensors"))
@@ -169,22 +139,6 @@ def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
     return (losses / ranks).tolist()
 
 
-def adapted(folder: Path, output: Path) -> list[float]:
-    torch.manual_seed(0)
-    model = from_pretrained(folder, quantization_config=four_bits(), peft_config=lora())
-
-    def base() -> dict[str, torch.Tensor]:
-        return {k: t.clone() for k, t in everything(model.get_base_model()).items() if "lora" not in k}
-
-    before = base()
-    losses = train(model, dist.get_rank(), dist.get_world_size())
-    with torch.no_grad():
-        model.eval()(input_ids=batches()[0])
-    assert_same_tensors(base(), before)
-    save_pretrained(model, output / "adapter")
-    return losses
-
-
 def grown(compile: Any, folder: Path, output: Path) -> list[float]:
     """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call."""
     model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile=compile)
@@ -199,84 +153,42 @@ def grown(compile: Any, folder: Path, output: Path) -> list[float]:
     return train(adapted, dist.get_rank(), dist.get_world_size())
 
 
-def under_the_trainer(folder: Path, output: Path) -> None:
-    """bf16, activations recomputed, the adapter read again; without an adapter, transformers refuses."""
-    args = arguments(output / "run", max_steps=2, learning_rate=5e-5, bf16=True, save_strategy="steps", save_steps=1)
-    plugin = FSDPPlugin(activation_checkpointing=True)
-    accelerator = make_accelerator(mixed_precision="bf16", cpu=True, fsdp_plugin=plugin)
-    config = four_bits(bnb_4bit_compute_dtype=torch.bfloat16)
-    options = {"dtype": torch.bfloat16, "accelerator": accelerator, "quantization_config": config}
-    data = [{"input_ids": row, "labels": row} for ids in batches() for row in ids]
-    base = from_pretrained(folder, **options)
-    assert {p.dtype for p in base.parameters()} == {torch.bfloat16, torch.uint8}, "frozen: no fp32 masters"
-    with pytest.raises(ValueError, match="purely quantized"):
-        ShardedTrainer(model=base, args=args, train_dataset=data)
-    model = from_pretrained(folder, **options, peft_config=lora())
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=data)
-    trainer.train()
-    trainer.train(resume_from_checkpoint=str(output / "run" / "checkpoint-1"))
-    losses = all_ranks(logged(trainer))
-    assert losses[0] == losses[1] and losses[0] and all(0 < loss < 10 for loss in losses[0])
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_train_added_tokens_as_on_one_process(tmp_path):
+@pytest.mark.parametrize("compile", [None, pytest.param({"backend": "aot_eager"}, marks=pytest.mark.nightly)])
+def test_steps_of_qlora_with_added_tokens_equal_those_of_one_process(tmp_path, compile):
     folder = small_llama(tmp_path / "llama")
-    (alone,) = run_ranks(grown, 1, {"backend": "aot_eager"}, folder, tmp_path)
-    for losses in run_ranks(grown, 2, {"backend": "aot_eager"}, folder, tmp_path):
-        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
-
-
-def test_steps_of_qlora_equal_those_of_one_process(tmp_path):
-    folder = small_llama(tmp_path / "llama")
-    torch.manual_seed(0)
-    expected = get_peft_model(plain(folder, four_bits()), lora())
-    losses = train(expected)
-    assert losses[-1] != losses[0]
-    (alone,) = run_ranks(grown, 1, None, folder, tmp_path)
-    cases = (adapted, under_the_trainer, replicas, *FAULTS)
-    for found in run_ranks(run_cases, 2, {"grown": partial(grown, None)} | named(*cases), folder, tmp_path):
-        torch.testing.assert_close(found["adapted"], losses, rtol=1e-5, atol=0)
+    (alone,) = run_ranks(grown, 1, compile, folder, tmp_path)
+    cases = {"grown": partial(grown, compile)} | named(*FAULTS)
+    for found in run_ranks(run_cases, 2, cases, folder, tmp_path):
         torch.testing.assert_close(found["grown"], alone, rtol=1e-5, atol=0)
-    expected.save_pretrained(tmp_path / "expected")
-    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "expected"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    reopened = PeftModel.from_pretrained(plain(folder, four_bits()), tmp_path / "adapter")
-    logits = [model.eval()(input_ids=batches()[0]).logits for model in (reopened, expected)]
-    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
 
 
 # ---- refusals and faults ----
 
 
 def another_dtype(folder: Path, output: Path) -> None:
-    model = from_pretrained(folder, quantization_config=four_bits())
+    model = from_pretrained(folder, quantization_config=four_bits(), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.uint8}, "frozen: no fp32 masters"
     with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*quantised"):
         load_weights(model, folder, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*quantised"):
         save_pretrained(model, output, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"DoRA takes norms over whole rows"):
+        from_pretrained(folder, quantization_config=four_bits(), peft_config=lora(use_dora=True))
     before = everything(model)
     adapted = get_peft_model(prepare_model_for_kbit_training(model), lora())  # casts what is not packed
     shard_added(adapted)
     after = {key.replace("base_layer.", ""): tensor for key, tensor in everything(model).items()}
     assert_same_tensors({key: tensor for key, tensor in after.items() if key in before}, before)
-
-
-def adapters_that_cannot_be(folder: Path, output: Path) -> None:
-    with pytest.raises(ConfigError, match=r"DoRA takes norms over whole rows"):
-        from_pretrained(folder, quantization_config=four_bits(), peft_config=lora(use_dora=True))
-    model = from_pretrained(folder, quantization_config=four_bits(), peft_config=lora())
     with pytest.raises(ConfigError, match=r"this base is quantised as stored.*hf-fsdp export"):
-        save_pretrained(model, output, merge_adapters=True)
+        save_pretrained(adapted, output, merge_adapters=True)
 
 
 def a_rank_that_cannot_read_stops_all(folder: Path, output: Path) -> None:
     model = from_pretrained(folder, quantization_config=four_bits())
-    broken = Mock(side_effect=CheckpointError("the disk is on fire"))
-    with patch.object(packing, "_places_of", broken if dist.get_rank() == 1 else packing._places_of):
+    with patch("os.preadv", side_effect=OSError(5, "on fire")) if dist.get_rank() == 1 else nullcontext():
         said = refusal(lambda: load_weights(model, folder), CheckpointError)
     assert model(torch.arange(3, 9).view(1, 6)).logits.isnan().all(), "nothing to compute with"
-    assert "failed on 1 of 2 ranks" in said and "rank 1: the disk is on fire" in said
+    assert "failed on 1 of 2 ranks" in said and "on fire" in said
 
 
 DAMAGE: dict[str, tuple[str, Any]] = {  # of each such tensor: what is there in its place
@@ -306,4 +218,4 @@ def damaged(folder: Path, output: Path) -> None:
         assert message in said, said
 
 
-FAULTS = (another_dtype, adapters_that_cannot_be, a_rank_that_cannot_read_stops_all, damaged)
+FAULTS = (another_dtype, a_rank_that_cannot_read_stops_all, damaged)

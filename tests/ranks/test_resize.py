@@ -1,8 +1,6 @@
 """Added tokens: a vocabulary resized while loading, or on a model that is sharded already, equals a plain resize."""
 
 import json
-import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,27 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, PreTrainedModel
 
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
+    ParallelDims,
     WrapPolicy,
+    describe_sharding,
+    from_config,
     from_pretrained,
+    make_accelerator,
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import named, run_cases, run_ranks
-from tests._noted import calls_of
 from tests._training import train
-from tests.api import Rounds, load_weights_fsdp1, sharding_of, wrap_fsdp1
-
-KINDS = ("llama", "tied", "bert", "t5")
-SIZES = (140, 132, 77)
-"""Of 131 tokens: a few more, fewer more than there are ranks, and less."""
+from tests.api import allocate, initialize_missing, local_device, sharding_of
 
 
 def loaded_model(kind: str, folders: dict[str, Path], **sharding: Any) -> PreTrainedModel:
@@ -59,20 +56,8 @@ def inputs_of(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.T
     return {"input_ids": tokens, "labels": tokens} | decoder
 
 
-def losses_of(model: PreTrainedModel, size: int, steps: int = 2) -> list[float]:
-    tokens = (torch.arange(24).reshape(2, 12) * 7) % size
-    tokens[:, 3] = size - 1  # the newest
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), [inputs_of(model, tokens)] * steps)
-
-
 def check(kind: str, model: PreTrainedModel, reference: PreTrainedModel, size: int) -> None:
-    assert_close_rows(model, reference, kind)
-    assert model.config.get_text_config().vocab_size == size == model.get_input_embeddings().num_embeddings
-    torch.testing.assert_close(losses_of(model, size), losses_of(reference, size), rtol=1e-5, atol=1e-6)
-
-
-def assert_close_rows(model: PreTrainedModel, reference: PreTrainedModel, kind: str) -> None:
-    """Bit for bit, ties included, but for the last bit of a mean, which torch's own sum rounds otherwise."""
+    """Bit for bit, ties included, but for the last bit of a mean, which torch's own sum rounds otherwise; trained."""
     state, other = model.state_dict(), reference.state_dict()
     for key, tensor in other.items():
         torch.testing.assert_close(full(state[key]), tensor, rtol=1e-6, atol=1e-9)
@@ -81,18 +66,19 @@ def assert_close_rows(model: PreTrainedModel, reference: PreTrainedModel, kind: 
             with torch.no_grad():
                 tensor.copy_(full(state[key]))  # now the very same start for training
     assert_same_model(model, reference, kind)
-
-
-# ---- cases ----
+    assert model.config.get_text_config().vocab_size == size == model.get_input_embeddings().num_embeddings
+    tokens = (torch.arange(24).reshape(2, 12) * 7) % size
+    tokens[:, 3] = size - 1  # the newest
+    steps = [inputs_of(model, tokens)] * 2
+    losses = [train(each, torch.optim.SGD(each.parameters(), lr=0.1), steps) for each in (model, reference)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
 def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: Path) -> None:
     loaded = build_meta_model(folders[kind], auto_class=type(make_model(kind)))
     loaded.resize_token_embeddings(size, mean_resizing=False)
     fully_shard(loaded)
-    with calls_of(Rounds, "exchange", lambda result, rounds, value, doing, **_: doing) as told:
-        report = load_weights(loaded, folders[kind], added_tokens="mean")
-    assert told and not [doing for doing in told if "averaging" in doing], "rows are summed by a collective"
+    report = load_weights(loaded, folders[kind], added_tokens="mean")
     assert report.resized_keys and not report.missing_keys and not report.initialized_keys
     assert report.bytes_read <= report.share_bytes
     check(kind, loaded, expected(kind, folders[kind], size), size)
@@ -100,9 +86,8 @@ def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: 
 
 def resized_when_sharded(kind: str, size: int, folders: dict[str, Path], root: Path) -> None:
     live = loaded_model(kind, folders)
-    if size == SIZES[0]:
-        with torch.no_grad():
-            live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
+    with torch.no_grad():
+        live(**inputs_of(live, torch.ones(1, 4, dtype=torch.int64)))
     assert resize_token_embeddings(live, size) is live.get_input_embeddings()
     check(kind, live, expected(kind, folders[kind], size), size)
 
@@ -111,44 +96,23 @@ def drawn_rows(kind: str, folders: dict[str, Path], root: Path) -> torch.Tensor:
     """By the model's own initialisation: the rows that were added."""
     live = loaded_model(kind, folders)
     resize_token_embeddings(live, 140, mean_resizing=False, seed=3)
-    again = from_pretrained(
-        folders[kind], auto_class=type(make_model(kind)), num_tokens=135, pad_to_multiple_of=4, mean_resizing=False,
-        load_kwargs={"seed": 3},
-    )  # fmt: skip
-    for key, tensor in live.state_dict().items():
-        assert torch.equal(full(again.state_dict()[key])[:131], full(tensor)[:131]), key
     rows = full(live.get_input_embeddings().weight)[131:]
     assert 0.005 < rows.std() < 1.5, (kind, rows.std())
-    assert full(again.get_input_embeddings().weight).shape[0] == 136
     return rows
 
 
-def resized_under_fsdp1(folders, root):
-    meta = build_meta_model(folders["llama"])
-    meta.resize_token_embeddings(140, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        flat = wrap_fsdp1(meta, make_wrap_plan(meta), initialize=False)
-    load_weights_fsdp1(flat, folders["llama"], added_tokens="mean")
-    with FullyShardedDataParallel.summon_full_params(flat, writeback=False):
-        assert_close_rows(flat.module, expected("llama", folders["llama"], 140), "fsdp1")
-    with pytest.raises(ConfigError, match=r"flat parameters.*before it is wrapped"):
-        resize_token_embeddings(flat.module, 150)
-
-
 def the_plan_has_the_new_sizes_and_the_model_is_saved(folders, root):
-    resized = from_pretrained(folders["tied"], num_tokens=140)
+    policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
+    live, resized = (
+        from_pretrained(folders["tied"], policy=policy, num_tokens=n, pad_to_multiple_of=4) for n in (None, 138)
+    )
     assert sharding_of(resized).plan.num_params == sum(p.numel() for p in resized.parameters())
-    live = from_pretrained(folders["tied"])
     resize_token_embeddings(live, 140)
     assert sharding_of(live).plan == sharding_of(resized).plan
-    save_pretrained(live, root / f"saved{dist.get_world_size()}")
+    save_pretrained(live, root / "saved")
+    llama = folders["llama"]
     with pytest.raises(ConfigError, match=r"num_tokens is 0; it must be at least 1"):
         resize_token_embeddings(live, 0)
-
-
-def refusals(folders, root):
-    llama = folders["llama"]
     with pytest.raises(ConfigError, match=r"have no weights yet .*num_tokens="):
         resize_token_embeddings(sharded_meta_model("llama", llama), 150)
     with pytest.raises(
@@ -157,26 +121,6 @@ def refusals(folders, root):
         load_weights(build_meta_model(llama, vocab_size=140), llama)
     with pytest.raises(CheckpointError, match=r"another shape"):
         load_weights(build_meta_model(llama, intermediate_size=60), llama, added_tokens="mean")
-
-
-def resize_under_another_policy(folders, root):
-    policy = WrapPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
-    live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
-    resize_token_embeddings(live, 140)
-    assert sharding_of(live).plan == sharding_of(again).plan != make_wrap_plan(again)
-
-
-def resize_with_settings(folders, root):
-    """Sharding anew would lose what a user set on the units: it is no argument of fully_shard."""
-    live = loaded_model("llama", folders)
-    live.set_requires_gradient_sync(False)
-    resize_token_embeddings(live, 140)
-    inputs = inputs_of(live, torch.arange(12).reshape(1, 12))
-    live(**inputs).loss.backward()
-    assert not [name for name, parameter in live.named_parameters() if parameter.grad is not None]
-    live.set_requires_gradient_sync(True)
-    live(**inputs).loss.backward()
-    assert all(full(parameter.grad).any() for parameter in live.parameters())
 
 
 def resize_what_is_not_sharded(folders, root):
@@ -191,41 +135,28 @@ def resize_what_is_not_sharded(folders, root):
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-Pairs = Sequence[tuple[str, int]]
-
-
-def cases_of(loading: Pairs, sharded: Pairs, drawn: Sequence[str], others: Sequence[Any] = ()) -> dict[str, Any]:
-    cases: dict[str, Any] = {f"{k} to {n}, while loading": partial(resized_while_loading, k, n) for k, n in loading}
-    cases |= {f"{kind} to {size}, sharded": partial(resized_when_sharded, kind, size) for kind, size in sharded}
-    cases |= {f"{kind}, drawn": partial(drawn_rows, kind) for kind in drawn}
-    return cases | named(*others)
-
-
-FEW = ("llama", "tied")
-OF_FEW = [("llama", 140), *(("tied", size) for size in SIZES)]
-OF_ALL = [*OF_FEW, ("bert", 140), ("t5", 140)]
-OTHERS = (
-    resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals, resize_under_another_policy,
-    resize_with_settings, resize_what_is_not_sharded,
-)  # fmt: skip
-FAST = {
-    2: cases_of([("t5", 140)], [("tied", 77)], FEW, OTHERS),
-    3: cases_of([("tied", 132)], [("llama", 140)], FEW),
+CASES: dict[int, dict[str, Any]] = {  # of 131 tokens: a few more, fewer more than there are ranks, and less
+    2: {
+        "while loading": partial(resized_while_loading, "t5", 140),
+        "sharded": partial(resized_when_sharded, "tied", 77),
+        **named(the_plan_has_the_new_sizes_and_the_model_is_saved),
+        **named(resize_what_is_not_sharded),
+    },
+    3: {
+        "while loading": partial(resized_while_loading, "tied", 132),
+        "sharded": partial(resized_when_sharded, "llama", 140),
+    },
 }
-EVERY = {2: cases_of(OF_ALL, OF_ALL, KINDS, OTHERS[1:2]), 3: cases_of(OF_FEW, OF_FEW, FEW, OTHERS[:3])}
 
 
-@pytest.mark.parametrize("cases", [FAST, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["fast", "every"])
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, cases) -> None:
-    results = {n: run_ranks(run_cases, n, cases[n], folders, tmp_path) for n in (2, 3)}
-    for kind in ("llama", "tied"):
-        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
-        assert all(torch.equal(other, rows[0]) for other in rows), kind
-    for folder in tmp_path.glob("saved*"):
-        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 140
-        saved = type(make_model("tied")).from_pretrained(folder)
-        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
-        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path) -> None:
+    drawn = {kind: partial(drawn_rows, kind) for kind in ("llama", "tied")}
+    results = [result for n in (2, 3) for result in run_ranks(run_cases, n, CASES[n] | drawn, folders, tmp_path)]
+    for kind in drawn:
+        assert all(torch.equal(result[kind], results[0][kind]) for result in results), kind
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["vocab_size"] == 140
+    saved = type(make_model("tied")).from_pretrained(tmp_path / "saved")
+    assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:
@@ -242,7 +173,54 @@ def test_replicated_shards_and_refusals(folders: dict[str, Path]) -> None:
     run_ranks(resize_otherwise, 4, folders)
 
 
-def test_one_process_without_a_group(folders: dict[str, Path]) -> None:
-    plain = type(make_model("bert")).from_pretrained(folders["bert"])
-    resize_token_embeddings(plain, 140)
-    assert_close_rows(plain, expected("bert", folders["bert"], 140), "bert")
+# ---- new models ----
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def alone(seed: int, **sizes: object) -> torch.nn.Module:
+    model = build_meta_model(LlamaConfig(**SIZES | sizes))
+    allocate(model, device=torch.device("cpu"))
+    initialize_missing(model, missing_keys={name for name, _ in model.named_parameters()}, seed=seed)
+    return model
+
+
+def values(folder: Path) -> None:
+    for tied in (False, True):
+        model = from_config(LlamaConfig(**SIZES, tie_word_embeddings=tied), seed=5)
+        assert_same_model(model, alone(5, tie_word_embeddings=tied))
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    embedded = model.model.embed_tokens.weight.full_tensor()
+    assert 0.08 < embedded.std() < 0.12, "drawn as the config says"
+    torch.manual_seed(3)
+    drawn = [from_config(LlamaConfig(**SIZES)).lm_head.weight.full_tensor() for _ in range(2)]
+    assert torch.equal(*drawn), "the same state of the generator"
+    torch.manual_seed(4)
+    assert not torch.equal(from_config(LlamaConfig(**SIZES)).lm_head.weight.full_tensor(), drawn[0])
+
+
+def masters_and_what_is_refused(folder: Path) -> None:
+    accelerator = make_accelerator(mixed_precision="bf16", cpu=local_device().type == "cpu")
+    model = from_config(LlamaConfig(**SIZES), accelerator=accelerator, dtype="bfloat16", attn_implementation="eager")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.config._attn_implementation == "eager"
+    with pytest.raises(CheckpointError, match="absent"):
+        from_config(folder / "absent")
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ConfigError, match="seed"):
+        from_config(LlamaConfig(**SIZES), seed=rank)
+
+
+def settings_of_from_pretrained(folder: Path) -> None:
+    of_units = {"policy": "LlamaMLP", "mp_policy": "bf16", "activation_checkpointing": True}
+    model = from_config(LlamaConfig(**SIZES), seed=5, mesh=ParallelDims(dp_replicate_size=2), **of_units)
+    shown = describe_sharding(model)
+    assert "LlamaMLP" in shown and "computation  bfloat16" in shown and "kept" not in shown
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert_same_model(model, alone(5))
+
+
+def test_a_new_model_is_the_same_on_any_number_of_ranks(tmp_path):
+    run_ranks(run_cases, 2, (values, masters_and_what_is_refused, settings_of_from_pretrained), tmp_path)

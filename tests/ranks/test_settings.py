@@ -1,9 +1,6 @@
 """Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator, a launch file."""
 
 import os
-import re
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,16 +11,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, FSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import make_model, tiny_config
-from tests._dist import LIMIT_S, run_cases, run_ranks
+from tests._checkpoints import make_model
+from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units
 from tests.api import ShardedAccelerator, sharding_of, start_state
-from tests.unit.test_config_file import OLD
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -36,10 +31,6 @@ def checkpoint(folders: dict[str, Path]) -> Path:
 def _row() -> dict[str, torch.Tensor]:
     ids = torch.arange(3, 15)
     return {"input_ids": ids, "labels": ids}
-
-
-def _blocks(model) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)} - {""}
 
 
 # ---- RAM-efficient loading, weights that differ ----
@@ -123,59 +114,6 @@ def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_
     assert first["on meta on all ranks"] == second["on meta on all ranks"]
 
 
-# ---- what is wrapped ----
-
-
-def _shard(model, **plugin) -> tuple[set[str], list[str]]:
-    """The units of a plain model after `prepare` with that plugin, after a backward pass, and what was said."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        accelerator = make_accelerator(cpu=True, fsdp_plugin=FSDPPlugin(**plugin))
-        model = accelerator.prepare(model)
-        accelerator.backward(model(input_ids=_row()["input_ids"][None]).logits.sum())
-    assert num_units(model) == len(sharding_of(model).plan.units)
-    AcceleratorState._reset_state(True)
-    return _blocks(model), [str(w.message) for w in seen if "matches no module" in str(w.message)]
-
-
-def _by_class(names, *kinds):
-    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": names}
-    return [_shard(make_model(kind)) for kind in kinds]
-
-
-def no_hints():
-    deberta = AutoModelForSequenceClassification.from_config(tiny_config("deberta"))
-    assert not deberta._no_split_modules
-    return _shard(deberta)
-
-
-WRAPPED = {
-    "absent": partial(_by_class, "LlamaDecoderLayr", "llama"),
-    "several": partial(_by_class, "LlamaDecoderLayer, Qwen3DecoderLayer", "llama", "tied", "gpt2"),
-    "no hints": no_hints,
-}
-LAYERS = {"model.layers.0", "model.layers.1"}
-
-
-def _as_list(value):
-    return value if isinstance(value, list) else [value]
-
-
-def test_every_way_to_name_layers_makes_them_units():
-    wrapped, other = run_ranks(run_cases, 2, WRAPPED)
-    for name, value in wrapped.items():  # rank 1, on the same machine, has the same units and says nothing
-        both = zip(_as_list(value), _as_list(other[name]), strict=True)
-        assert all(there == (blocks, []) for (blocks, _), there in both), name
-    ((blocks, said),) = wrapped["absent"]
-    assert blocks >= LAYERS and len(said) == 1
-    assert "'LlamaDecoderLayr' matches no module" in said[0] and "LlamaDecoderLayer" in said[0]
-    (llama, said), (qwen, _), (gpt2, other) = wrapped["several"]
-    assert llama >= LAYERS and qwen >= LAYERS and gpt2 >= {"transformer.h.0", "transformer.h.1"}
-    assert "'Qwen3DecoderLayer' matches no module" in said[0] and "The others are used" in said[0]
-    assert "The blocks that its structure shows are used" in other[0]
-    assert wrapped["no hints"][0] >= {"deberta.encoder.layer.0", "deberta.encoder.layer.1"}
-
-
 # ---- a user's own Accelerator ----
 
 
@@ -247,44 +185,3 @@ OWN_ACCELERATORS = (
 
 def test_a_users_own_accelerator_runs_our_plugin_or_says_what_to_use(checkpoint):
     run_ranks(run_cases, 2, OWN_ACCELERATORS, checkpoint)
-
-
-# ---- a file that says no version ----
-
-OLD_SCRIPT = """
-import os, sys
-import torch
-from torch.distributed.fsdp import FSDPModule
-from hf_fsdp_tools import from_pretrained, make_accelerator
-accelerator = make_accelerator()
-model = from_pretrained(sys.argv[1], accelerator=accelerator)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
-accelerator.backward(loss)
-optimizer.step()
-plugin = accelerator.state.fsdp_plugin
-units = isinstance(model.model.layers[0], FSDPModule)
-found = f"FOUND {plugin.fsdp_version} {plugin.reshard_after_forward} {accelerator.num_processes} {units}"
-os.write(1, f"{found}\\n".encode())
-accelerator.wait_for_everyone()
-os._exit(0)
-"""
-
-
-@pytest.mark.nightly
-def test_a_file_of_old_is_read_as_fsdp2_and_one_rank_says_how(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text(OLD)
-    (tmp_path / "train.py").write_text(OLD_SCRIPT)
-    words = ["-m", "accelerate.commands.launch", "--config_file", "old.yaml", "train.py", str(folders["llama"])]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.findall("FOUND.*", done.stdout) == ["FOUND 2 True 2 True"] * 2
-    (line,) = re.findall("UserWarning: (The launch config has no fsdp_version.*)", done.stderr)
-    assert "FULL_SHARD means reshard_after_forward=True; left out: forward_prefetch=True." in line

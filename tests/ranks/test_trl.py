@@ -7,23 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import ParallelismConfig
 from datasets import Dataset, load_from_disk
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
+from trl import SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_config, from_pretrained, make_accelerator
 from tests._checkpoints import lora, tiny_config, word_tokenizer
 from tests._dist import run_cases, run_ranks
-from tests._rounding import assert_near, with_rounding
 from tests._training import arguments, logged, num_units
-from tests.api import all_ranks, local_device, sharding_of
+from tests.api import all_ranks, sharding_of
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -32,13 +31,6 @@ STEPS = 2
 ROWS = STEPS * 4
 # The same numbers added in another order, over two AdamW steps (measured over four: 1e-6 apart).
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-
-
-# ---- data, arguments, models: all made on the spot ----
-
-
-def _accelerator(**settings: Any) -> Accelerator:
-    return make_accelerator(cpu=local_device().type == "cpu", **settings)
 
 
 def _texts(words: int, seed: int) -> list[str]:
@@ -54,8 +46,6 @@ def _rows(task: str) -> Dataset:
         return Dataset.from_dict({"prompt": prompts, "completion": good, "label": [True, False] * (ROWS // 2)})
     if task == "grpo":
         return Dataset.from_dict({"prompt": prompts})
-    if task == "classify":
-        return Dataset.from_dict({**word_tokenizer()(prompts), "labels": [n % 3 for n in range(ROWS)]})
     return Dataset.from_dict({"prompt": prompts, "chosen": good, "rejected": bad})
 
 
@@ -69,17 +59,11 @@ TRAINERS = {
     # the one loss of KTO whose value does not depend on how many rows a process has (no estimate of the divergence)
     "kto": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
-    "classify": (Trainer, TrainingArguments, {}),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
 }
 
-LABELS = {"reward": 1, "classify": 3}
+LABELS = {"reward": 1}
 """Outputs of the heads that score a sequence."""
-
-
-def _arguments(task: str, folder: Path, **settings: Any) -> Any:
-    _, config, own = TRAINERS[task]
-    return arguments(folder, config, **{"max_steps": STEPS, "learning_rate": 1e-3, "bf16": False, **own, **settings})
 
 
 def _model(task: str, source: Path, accelerator: Any = None) -> Any:
@@ -91,11 +75,12 @@ def _model(task: str, source: Path, accelerator: Any = None) -> Any:
 
 
 def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
-    base = TRAINERS[task][0]
+    base, config, own = TRAINERS[task]
     kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
     extra = ({"reward_funcs": _reward} if task == "grpo" else {}) | (extra or {})
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
-    args = _arguments(task, folder, **settings)
+    own = {"max_steps": STEPS, "learning_rate": 1e-3, "bf16": False, **own, **settings}
+    args = arguments(folder, config, **own)
     return kind(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **extra)
 
 
@@ -104,6 +89,9 @@ def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **set
     trainer = _trainer(task, model, folder, mixed=False, extra=extra, per_device_train_batch_size=4, **settings)
     trainer.train()
     return logged(trainer)
+
+
+ADAPTED = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
 
 
 @pytest.fixture(scope="module")
@@ -115,29 +103,23 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
     return {"llama": folders["llama"], "tied": folders["tied"], **heads}
 
 
-# ---- the trainers, a plain model and one of from_pretrained ----
-
 ROUTES = ("plain", "sharded", "shared rows")
 FAST = ("sft, shared rows", "dpo, sharded", "reward, sharded")  # and a plain one below: `given_plain`
-SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
+ADAPTED_FAST = {"sft, adapted": "sharded", "sft, adapted by prepare": "plain"}
+"""TRL adds the adapter, to shards or to a plain model."""
+SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward"}
 
 
-def _routes(task: str) -> tuple[str, ...]:
-    """Heads that score a sequence need all of it on one rank."""
-    is_shared = task not in LABELS and "get_tp_size" in Trainer.compute_loss.__code__.co_names  # not in 5.17
-    return ROUTES if is_shared else ROUTES[:2]
-
-
-def _one_trainer(task, route, sources, folder):
+def _one_trainer(task, route, sources, folder, extra=None):
     kind, settings, accelerator = SOURCES[task], {}, None
     if route == "shared rows":  # both ranks have the batch of one process
         shared = ParallelismConfig(cp_size=2)
         settings = {"parallelism_config": shared, "per_device_train_batch_size": 4}
-        accelerator = _accelerator(parallelism_config=shared)
+        accelerator = make_accelerator(parallelism_config=shared)
     elif route == "sharded":
-        accelerator = _accelerator()
+        accelerator = make_accelerator()
     model = _model(task, sources[kind], accelerator)
-    trainer = _trainer(task, model, folder / task / route, mixed=True, **settings)
+    trainer = _trainer(task, model, folder / task / route, mixed=True, extra=extra, **settings)
     trainer.train()
     plan = sharding_of(trainer.model).plan
     assert num_units(trainer.model) == len(plan.units) > 2
@@ -152,19 +134,12 @@ def _one_trainer(task, route, sources, folder):
 def tokens_are_counted_once(sources, folder):
     """Two ranks share layers, and with them their rows: the count is that of one process."""
     shared = ParallelismConfig(tp_size=2)
-    accelerator = _accelerator(parallelism_config=shared)
+    accelerator = make_accelerator(parallelism_config=shared)
     model = from_config(tiny_config("llama", 2), accelerator=accelerator)
     settings = {"parallelism_config": shared, "per_device_train_batch_size": 4, "max_steps": 1}
     trainer = _trainer("sft", model, folder / "counted", mixed=True, **settings)
     trainer.train()
     assert logged(trainer, "num_tokens") == [4 * 11], "rows of 10 words and an end"
-
-
-def _in_bf16(mixed, sources, folder, **settings):
-    model, extra = _model("dpo", sources["tied"]), {"eval_dataset": _rows("dpo")}
-    trainer = _trainer("dpo", model, folder / "bf16", mixed=mixed, extra=extra, bf16=True, **settings)
-    trainer.train()
-    return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
 
 @pytest.fixture(scope="module")
@@ -174,25 +149,22 @@ def dpo_alone(checkpoints, tmp_path_factory) -> list[float]:
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "others"])
 def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tmp_path, fast):
-    every = ((task, route) for task in SOURCES for route in _routes(task))
+    every = ((task, route) for task in SOURCES for route in ROUTES[: 2 if task in LABELS else 3])
     pairs = [pair for pair in every if (", ".join(pair) in FAST) == fast]
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task, route in pairs}
     others = {task for task, _ in pairs} - {"dpo"}
     expected = {task: _one_process(task, checkpoints[SOURCES[task]], tmp_path / task) for task in others}
     expected["dpo"] = dpo_alone
-    more = {"counted": tokens_are_counted_once} if fast else {"bf16": partial(_in_bf16, True)}
+    more: dict[str, Any] = {"counted": tokens_are_counted_once} if fast else {}
+    for name, route in ADAPTED_FAST.items() if fast else ():
+        more[name] = partial(_one_trainer, "sft", route, extra=ADAPTED)
+        expected[name] = _one_process("sft", checkpoints[SOURCES["sft"]], tmp_path / name, ADAPTED)
     found = run_ranks(run_cases, 2, cases | more, checkpoints, tmp_path)
     for rank in found:
-        for task, route in pairs:
+        for name in rank.keys() - {"counted"}:
+            task = name if name in expected else name.split(",")[0]
             assert len(expected[task]) == STEPS
-            close(rank[f"{task}, {route}"], expected[task], msg=f"{task}, {route}")
-    if not fast:
-        alone = with_rounding(partial(_in_bf16, False, checkpoints, tmp_path, per_device_train_batch_size=4))
-        for rank in found:
-            assert_near(rank["bf16"], *alone)
-
-
-# ---- reference models ----
+            close(rank[name], expected[task], msg=name)
 
 
 def _short_run(folder, model, extra=None, **settings):
@@ -212,7 +184,7 @@ def given_plain(sources, folder):
 
 def precomputed_by_shards(sources, folder):
     """TRL hashes a digest of all shards, the same on every rank, and finds the values again under it."""
-    accelerator = _accelerator()
+    accelerator = make_accelerator()
     policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
     trainer = _short_run(folder, policy, {"ref_model": reference}, **rows)
@@ -228,30 +200,15 @@ def precomputed_by_shards(sources, folder):
 
 def synced(sources, folder):
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **sync)
+    trainer = _short_run(folder, _model("dpo", sources["tied"], make_accelerator()), **sync)
     for mine, theirs in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local()), "the reference follows the policy, shard by shard"
     return logged(trainer)
 
 
-ADAPTED = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
-
-
-def adapter_off_precomputed(sources, folder):
-    torch.manual_seed(0)
-    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = _short_run(
-        folder,
-        _model("dpo", sources["tied"], _accelerator()),
-        ADAPTED,
-        **rows,
-    )
-    return logged(trainer)
-
-
 def sharded_as_one_unit(sources, folder):
     alone = fully_shard(_model("dpo", sources["tied"]))
-    model = _model("dpo", sources["tied"], _accelerator())
+    model = _model("dpo", sources["tied"], make_accelerator())
     with pytest.raises(ConfigError, match=r"ref_model is sharded as 1 unit.*from_pretrained"):
         _short_run(folder, model, {"ref_model": alone})
 
@@ -272,34 +229,14 @@ def test_reference_models_given_loaded_synced_or_precomputed(sources, dpo_alone,
         assert losses["synced"][0] == pytest.approx(dpo_alone[0]) and losses["synced"][1] != pytest.approx(dpo_alone[1])
 
 
-@pytest.mark.nightly
-def test_reference_values_are_precomputed_with_the_adapter_off(sources, checkpoints, tmp_path):
-    results = run_ranks(adapter_off_precomputed, 2, sources, tmp_path)
-    torch.manual_seed(0)
-    expected = _one_process(
-        "dpo",
-        checkpoints["tied"],
-        tmp_path / "lora",
-        ADAPTED,
-        max_steps=2,
-    )
-    for losses in results:
-        close(losses, expected)
-
-
 class Distiller(FSDPTrainerMixin, Trainer):
     """Sets its teacher before there is an Accelerator, as some trainers do, and looks at it on rank 0 alone."""
 
     def __init__(self, *args: Any, teacher: Any, **kwargs: Any) -> None:
         self.teacher_model = teacher
-        self.look()
+        assert dist.get_rank() or isinstance(self.teacher_model, torch.nn.Module)
         super().__init__(*args, **kwargs)
-        self.look()
-
-    def look(self) -> None:
-        if dist.get_rank() == 0:
-            assert isinstance(self.teacher_model, torch.nn.Module)
-            assert getattr(self, "ref_model", None) is None or not self.ref_model.training
+        assert dist.get_rank() or isinstance(self.teacher_model, torch.nn.Module)
 
 
 def _rank_0_reads(sources, folder):
@@ -309,9 +246,8 @@ def _rank_0_reads(sources, folder):
     trainer = Distiller(model, args, train_dataset=[row] * 4, teacher=teacher.bfloat16())
     assert num_units(teacher) > 2 and not num_units(model), "a teacher is sharded where it is set, a model in training"
     trainer.ref_model = reference
-    trainer.look()
+    assert dist.get_rank() or not trainer.ref_model.training
     trainer.train()
-    trainer.look()
     plan = sharding_of(model).plan
     for frozen in (trainer.teacher_model, trainer.ref_model):
         assert sharding_of(frozen).plan.digest == plan.digest
@@ -322,40 +258,66 @@ def _rank_0_reads(sources, folder):
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}, "no masters for what is not trained"
     trainer.teacher_model = trainer.model
     assert any(p.requires_grad for p in trainer.model.parameters()), "the trained model as its teacher is not frozen"
-    trainer.ref_model = None
-    del trainer.teacher_model
-    with pytest.raises(AttributeError, match="teacher_model"):
-        _ = trainer.teacher_model
-
-
-# ---- GRPO: generation on shards ----
 
 
 def _scored_by_a_model(sources, folder):
     scorer = _model("reward", sources["reward"])
     rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, word_tokenizer()]}
-    trainer = _trainer("grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, extra=rewards)
+    trainer = _trainer("grpo", _model("grpo", sources["llama"], make_accelerator()), folder, mixed=True, extra=rewards)
     trainer.train()
     assert num_units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
     assert len(logged(trainer, "reward")) == STEPS
 
 
-def _goes_on(sources, folder):
-    class _Begins(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            begun.append(trainer.entropy_coef)
-
-    begun, ended = [], []
-    for steps in (1, 2):
-        trainer = _trainer(
-            "grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, max_steps=steps,
-            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=1,
-        )  # fmt: skip
-        trainer.add_callback(_Begins())
-        trainer.train(resume_from_checkpoint=steps > 1)
-        ended.append(trainer.entropy_coef)
-    assert begun == [0.5, ended[0]] and ended[0] != 0.5
+def test_grpo_is_scored_by_a_sharded_model_and_any_rank_reads_frozen_models(checkpoints, tmp_path):
+    run_ranks(run_cases, 2, (_scored_by_a_model, _rank_0_reads), checkpoints, tmp_path)
 
 
-def test_grpo_is_scored_by_a_sharded_model_and_goes_on_and_any_rank_reads_frozen_models(checkpoints, tmp_path):
-    run_ranks(run_cases, 2, (_scored_by_a_model, _rank_0_reads, _goes_on), checkpoints, tmp_path)
+# ---- a mixture's auxiliary loss ----
+
+ROW = [3, 9, 4, 30, 5, 81, 7, 12]
+"""All rows are this one: the auxiliary loss of tokens together is no mean of those of parts, unless they are alike."""
+
+LARGE = {"output_router_logits": True, "router_aux_loss_coef": 2.0, "experts_implementation": "batched_mm"}
+
+
+class Sharded(FSDPTrainerMixin, Trainer):
+    pass
+
+
+class ShardedSFT(FSDPTrainerMixin, SFTTrainer):
+    pass
+
+
+def run(source: Path, folder: Path, kind: Any, rows: int, steps: int) -> dict[str, list[float]]:
+    """Losses, norms and evaluations of a trainer, with so many rows in each of so many micro-batches."""
+    mixed = issubclass(kind, FSDPTrainerMixin)
+    own: dict[str, Any] = {"optim": "sgd", "eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": 100.0}
+    own |= {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": steps}
+    data, config, more = Dataset.from_list([{"input_ids": ROW, "labels": ROW}] * 16), TrainingArguments, {}
+    if issubclass(kind, SFTTrainer):
+        config, more = SFTConfig, {"processing_class": word_tokenizer()}
+    args = arguments(folder, config, max_steps=2, bf16=False, **own)
+    if mixed:
+        model = from_pretrained(source, accelerator=make_accelerator(args), **LARGE)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, **LARGE)
+    trainer = kind(model, args=args, train_dataset=data, eval_dataset=data, **more)
+    trainer.train()
+    return {key: logged(trainer, key) for key in ("loss", "grad_norm", "eval_loss")}
+
+
+def together(source: Path, folder: Path, kinds: dict[str, tuple[Any, int, int]]) -> dict[str, Any]:
+    return run_cases({name: partial(run, source, folder / name, *each) for name, each in kinds.items()})
+
+
+def test_an_auxiliary_loss_does_not_depend_on_the_number_of_micro_batches(folders, tmp_path):
+    alone = {"plain": (Trainer, 4, 1), "plain, 4 parts": (Trainer, 1, 4)}
+    (expected,) = run_ranks(together, 1, folders["mixtral"], tmp_path / "one", alone)
+    parted, expected = expected["plain, 4 parts"], expected["plain"]
+    assert parted["loss"][0] > expected["loss"][0] + 2, "transformers takes the mean: compute_loss is no longer needed"
+    ours = {"1 part": (Sharded, 2, 1), "2 parts": (Sharded, 1, 2), "TRL, 2 parts": (ShardedSFT, 1, 2)}
+    for result in run_ranks(together, 2, folders["mixtral"], tmp_path / "two", ours):
+        for name, found in result.items():
+            for key, values in found.items():
+                assert values == pytest.approx(expected[key], rel=1e-5), (name, key)

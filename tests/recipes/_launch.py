@@ -5,18 +5,16 @@ would give them: it calls `main` for each, and notes the logits of each trained 
 20 s of CPU, nearly all of it imports: the quick start and two machines have one each.
 """
 
-import importlib.util
 import json
 import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -24,8 +22,6 @@ from safetensors.torch import load_file
 from tests._dist import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
-HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
@@ -110,21 +106,18 @@ def launch_series(
     *,
     refused: dict[str, list[str]] | None = None,
     probe: dict[str, Any] | None = None,
-    variables: Mapping[str, str] | None = None,
-    config: Path = CONFIG,
 ) -> Series:
     """Run recipes one after the other in the same ranks, each given by its name, or a script's path, and its options.
 
     The logits for the keywords `probe` are noted at the end of each run. Runs of `refused` end in an error of this
-    package. The launch file gives the number of ranks and their environment, with `variables` above it.
+    package. The launch file gives the number of ranks and their environment.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    words = ["--config_file", str(config), "recipe.py"]
-    with patch.dict(os.environ, variables or {}):
-        arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-        environment = {**prepare_multi_gpu_env(arguments), **(variables or {}), "HF_HOME": str(folder / "hf")}
+    words = ["--config_file", str(CONFIG), "recipe.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    environment = {**prepare_multi_gpu_env(arguments), "HF_HOME": str(folder / "hf")}
     entries = [
         (name, [*words, "--output_dir", str(folder / name)], part is refused)
         for part in (runs, refused or {})
@@ -157,7 +150,6 @@ def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], p
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     constants.HF_HUB_OFFLINE = True
     PartialState.destroy_process_group = lambda *_: None  # one group for all runs
-    _note_logs(is_first)
     map_stream = IterableDataset.map
     IterableDataset.map = lambda *args, **given: map_stream(*args, **given | {"batch_size": 40})  # few rows are read
 
@@ -189,20 +181,6 @@ def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], p
         forget_accelerate()
         if is_first:
             print("=== done", flush=True)
-
-
-def _note_logs(is_first: bool) -> None:
-    """Make `--report_to noting` write what a tracker gets, into the output's folder."""
-    from transformers import TrainerCallback
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    class Noting(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **keywords: Any) -> None:
-            if is_first:
-                with open(Path(args.output_dir, "noted.jsonl"), "a") as file:
-                    file.write(json.dumps(logs) + "\n")
-
-    INTEGRATION_TO_CALLBACK["noting"] = Noting
 
 
 def _noting(save: Callable[..., Any], model_and_folder: Callable[..., tuple[Any, str]], probe: dict[str, Any]) -> Any:

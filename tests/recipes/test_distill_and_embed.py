@@ -23,9 +23,6 @@ REFUSED = {
     "teacherless": ("pair", "--dataset_name {prompts}", "--teacher_model_name_or_path is missing"),
     "other-words": ("pair", "--teacher_model_name_or_path {stranger} --dataset_name {prompts}", "different tokenizers"),
     "long": ("pair", "--teacher_model_name_or_path {teacher} --dataset_name {long}", "--max_completion_length 8 are"),
-    "numbers": ("embed", "--dataset_name {numbers}", "the column `anchor` must hold text"),
-    "columns": ("embed", "--dataset_name {prompts}", "Rename one, or name yours: --dataset_columns."),
-    "merged": ("embed", "--dataset_name {pairs} --merge_adapters", "--merge_adapters"),
 }
 
 
@@ -39,7 +36,6 @@ def runs(tmp_path_factory) -> Series:
             "prompts": prompts,
             "pairs": pairs,
             "long": [{"prompt": "word " * 300}] * 8,
-            "numbers": [{"anchor": n, "positive": n} for n in range(8)],
         }.items()
     }
     sizes = {"vocab_size": 512, "max_length": 256}
@@ -57,12 +53,9 @@ def runs(tmp_path_factory) -> Series:
     runs["distill-lora"] = [*distill, *lora, "--max_steps", "2", "--merge_adapters"]
     embed = ["embed", *options, "--max_length", "64", "--temperature", "0.1"]
     runs["embed"] = [*embed, *data["pairs"], "--max_steps", "8", "--learning_rate", "1e-3"]
-    runs["embed-lora"] = [*embed, *data["pairs"], *lora, "--max_steps", "2"]
     runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
     runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no"]
-    bases = {"pair": pair, "embed": embed}
-    refused = refused_runs(REFUSED, bases, **places, stranger=stranger, teacher=teacher)
-    refused["merged"] += lora
+    refused = refused_runs(REFUSED, {"pair": pair}, **places, stranger=stranger, teacher=teacher)
     return launch_series(folder, runs, refused=refused)
 
 
@@ -115,15 +108,6 @@ def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
         opened = SentenceTransformer(str(runs.folder / name), device="cpu")
         check_embeddings(runs, name, opened)
     assert [type(module).__name__ for module in opened] == ["Transformer", "Pooling", "Normalize"]
-
-
-def test_an_adapter_of_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
-    from sentence_transformers import SentenceTransformer
-
-    losses = runs.log("embed-lora", "eval_loss")
-    assert losses[-1] < losses[0]
-    opened = SentenceTransformer(str(runs.folder / "embed-lora"), device="cpu")
-    check_embeddings(runs, "embed-lora", opened)
 
 
 def check_embeddings(runs: Series, name: str, opened: Any) -> None:

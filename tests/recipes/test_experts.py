@@ -39,7 +39,6 @@ def series(tmp_path_factory) -> Series:
         starts[kind] = ["finetune", "--model_name_or_path", str(folder / kind), *data, *ours]
     adapter = ["--use_peft", "--lora_r", str(R), "--lora_alpha", str(ALPHA)]
     runs = {f"experts-{kind}": [*starts[kind], *adapter, "--lora_experts", "true"] for kind in KINDS}
-    runs["bare"] = [*starts["gpt_oss"], *adapter, "--lora_target_modules", "all-linear"]
     refused = refused_runs(REFUSED, {"dense": starts["llama"]})
     return launch_series(folder, runs, refused=refused, probe={"input_ids": [[3, 4, 5, 6, 7]]})
 
@@ -47,11 +46,6 @@ def series(tmp_path_factory) -> Series:
 @pytest.mark.parametrize("run", REFUSED)
 def test_what_has_no_experts_is_refused(series, run):
     assert REFUSED[run][-1] in series.error(run)
-
-
-def test_experts_without_an_adapter_are_said_once_with_the_option(series):
-    assert series.of("bare") and series.stderr.count("of the weights get no adapter: they are stacked experts") == 1
-    assert "in recipes --lora_experts true" in series.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)

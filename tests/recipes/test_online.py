@@ -19,9 +19,6 @@ def short(completions, topic, **kwargs):
     assert len(topic) == len(completions)
     return [-min(AT_MOST, len(each[-1]["content"])) / AT_MOST for each in completions]
 
-def closed(completions):
-    return [0.0] * len(completions)
-
 def by_answer(completions, answer, **kwargs):
     return [0.0] * len(completions)
 '''
@@ -29,33 +26,21 @@ def by_answer(completions, answer, **kwargs):
 STREAMED = "--dataset_streaming --max_steps 2"
 REFUSED = {
     "nothing": ("bare", "", "Nothing rewards an answer. Give --reward_funcs"),
-    "unknown": (
-        "bare",
-        "--reward_funcs think_format_rewards",
-        "TRL has no function 'think_format_rewards': did you mean think_format_reward",
-    ),
-    "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Install what is missing"),
-    "no-name": ("bare", "--reward_funcs {folder}/other.py", "say which function of the file: "),
-    "no-file": ("bare", "--reward_funcs {folder}/other.py:short", "other.py is no Python file"),
+    "unknown": ("bare", "--reward_funcs think_format_rewards", "did you mean think_format_reward"),
     "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards.py has no function 'shor': did you mean short"),
-    "broken": ("bare", "--reward_funcs {folder}/broken.py:short", "broken.py:short: No module named 'nothing_of"),
-    "closed": ("bare", "--reward_funcs {file}:closed", "Add **kwargs to its parameters"),
     "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
-    "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),
     "weights": ("grpo", "--reward_weights 1 2", "--reward_weights: give one for each reward, of which there are 1"),
     "headless": ("bare", "--reward_model_name_or_path {folder}/model", "its files have no head that gives a score"),
-    "long": ("grpo", "--max_completion_length 256", "--max_completion_length 256: "),
     "streamed": ("grpo", f"{STREAMED} --eval_strategy no", "--dataset_streaming gives each process rows of its own"),
-    "vllm": ("grpo", "--use_vllm", "--use_vllm needs vllm: pip install vllm"),
     "uneven": ("grpo", "--num_generations 3", "must be divisible by the number of generations"),
 }
 
 
-def words_for(folder: Path) -> tuple[list[str], list[str]]:
-    """Options of a run without a reward, and with one."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("runs")
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "helper.py").write_text("AT_MOST = 200\n")
-    (folder / "broken.py").write_text("import nothing_of_that_name\n")
     rows = [{**row, "topic": "python"} for row in demo_rows("prompts")[:512:32]]
     data = write_split(folder / "rows", rows, rows[:4])
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
@@ -63,13 +48,7 @@ def words_for(folder: Path) -> tuple[list[str], list[str]]:
     bare += ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4", "--num_generations", "4"]
     bare += ["--max_completion_length", "8", "--lr_scheduler_type", "constant"]
     bare += ["--eval_strategy", "steps", "--eval_steps", "100"]
-    return bare, [*bare, "--reward_funcs", f"{folder}/my_rewards.py:short"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Series:
-    folder = tmp_path_factory.mktemp("runs")
-    bare, grpo = words_for(folder)
+    grpo = [*bare, "--reward_funcs", f"{folder}/my_rewards.py:short"]
     runs = two_runs(folder, "grpo", 4, *grpo, learning_rate=1e-2)
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--beta", "0.1"]
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
@@ -85,14 +64,6 @@ def runs(tmp_path_factory) -> Series:
 @pytest.mark.parametrize("run", REFUSED)
 def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
-
-
-@pytest.mark.nightly
-def test_the_reward_of_a_file_rises(tmp_path):
-    _, grpo = words_for(tmp_path)
-    longer = ["--max_completion_length", "12", "--max_steps", "16", "--learning_rate", "1e-2"]
-    rewards = launch_series(tmp_path, {"grpo": [*grpo, *longer]}).log("grpo", "reward")
-    assert len(rewards) == 16 and sum(rewards[-4:]) > sum(rewards[:4]) + 0.2
 
 
 def test_the_reward_of_a_file_is_told_and_the_checkpoint_is_plain(runs):

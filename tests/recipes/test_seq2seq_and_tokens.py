@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from peft import AutoPeftModelForSeq2SeqLM, AutoPeftModelForTokenClassification
 
 from tests.api import demo_rows, make_demo_model
-from tests.recipes._launch import ONCE, ROOT, Series, launch_series, refused_runs, write_lines, write_split
+from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_lines, write_split
 
 pytest.importorskip("trl")
 
@@ -22,13 +21,9 @@ CHATS, NER = "--dataset_name {chats}", "--dataset_name {ner}"
 REFUSED = {
     "sound": ("seq2seq", f"{{whisper}} {CHATS}", "whisper, which does not read text"),
     "decoder": ("seq2seq", f"{{llama}} {CHATS}", "is a llama, which has no encoder and decoder. Use finetune"),
-    "languages": ("seq2seq", f"{{t5}} {CHATS} --target_lang eng_Latn", "knows no languages. Use --source_prefix"),
-    "positions": ("seq2seq", f"{{m2m}} {CHATS} --max_target_length 999", "--max_target_length 999: "),
     "absent": ("seq2seq", "{t5} --dataset_name {answers} --prompt_column pair.txt", "--prompt_column pair.txt: "),
     "stream": ("tokens", f"{{llama}} {NER} --dataset_streaming --max_steps 2", "--dataset_streaming: the classes are"),
     "uneven": ("tokens", "{llama} --dataset_name {uneven}", ", line 1 has not one class for each word"),
-    "floats": ("tokens", "{llama} --dataset_name {floats}", "are names or whole numbers"),
-    "same": ("tokens", "{llama} --dataset_name {same}", "have the same class"),
 }
 
 
@@ -43,8 +38,6 @@ def runs(tmp_path_factory) -> Series:
         "words": [{"words": row["tokens"], "classes": row["tags"]} for row in tags],
         "ner": [{"tokens": row["tokens"], "ner_tags": [TAGS.index(tag) for tag in row["tags"]]} for row in tags],
         "uneven": [{"tokens": ["a", "b"], "tags": ["O"]}] * 8,
-        "floats": [{"tokens": ["a", "b"], "tags": [0.5, 1.0]}] * 8,
-        "same": [{"tokens": ["a", "b"], "tags": ["O", "O"]}] * 8,
     }  # fmt: skip
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     t5, llama = without_dropout(folder)
@@ -53,15 +46,9 @@ def runs(tmp_path_factory) -> Series:
     tokens = ["tokens", *options, "--max_length", "128", "--model_name_or_path"]
     pairs = [*data["answers"], "--prompt_column", "pair.text", "--completion_column", "pair.group"]
     words = [*data["words"], "--tokens_column", "words", "--tags_column", "classes"]
-    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--lora_target_modules"]
 
     runs = {"seq2seq": [*seq2seq, t5, *pairs, "--max_steps", "20", "--learning_rate", "1e-2"]}
-    runs["seq2seq-lora"] = [*seq2seq, t5, *pairs, *lora, "all-linear", "--max_steps", "2", "--learning_rate", "1e-2"]
-    m2m = m2m_model(t5, folder / "m2m")
-    runs["streamed"] = [*seq2seq, m2m, *data["chats"], "--dataset_streaming", "--max_steps", "2"]
-    runs["streamed"] += ["--predict_with_generate", "false"]
     runs["tokens"] = [*tokens, llama, *words, "--max_steps", "20", "--learning_rate", "1e-2"]
-    runs["tokens-lora"] = [*tokens, llama, *data["ner"], *lora, "q_proj", "--max_steps", "2", "--learning_rate", "1e-2"]
     once = ["--gradient_accumulation_steps", "2", "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
     once += ["--eval_strategy", "no"]
     few = {name: ["--dataset_name", write_lines(folder / f"{name}.jsonl", rows[name][:8])] for name in ("chats", "ner")}
@@ -71,7 +58,7 @@ def runs(tmp_path_factory) -> Series:
     whisper = folder / "whisper"
     hf.WhisperConfig(vocab_size=2048).save_pretrained(whisper)
     hf.AutoTokenizer.from_pretrained(t5).save_pretrained(whisper)
-    places = {"whisper": whisper, "t5": t5, "llama": llama, "m2m": m2m} | {name: data[name][1] for name in data}
+    places = {"whisper": whisper, "t5": t5, "llama": llama} | {name: data[name][1] for name in data}
     refused = refused_runs(REFUSED, {"seq2seq": seq2seq, "tokens": tokens}, **places)
     return launch_series(folder, runs, refused=refused)
 
@@ -97,20 +84,6 @@ def without_dropout(folder: Path) -> tuple[str, str]:
     return str(folder / "t5"), str(folder / "llama")
 
 
-def m2m_model(t5: str, target: Path) -> str:
-    """A model that does not say what its decoder reads, which has as many positions as it needs."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(t5)
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
-    sizes |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    torch.manual_seed(0)
-    config = hf.M2M100Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
-    hf.M2M100ForConditionalGeneration(config).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return str(target)
-
-
 @pytest.mark.parametrize("run", REFUSED)
 def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
@@ -125,18 +98,6 @@ def test_seq2seq_learns_to_write(runs):
     runs.check_opened("seq2seq", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq"))
 
 
-def test_an_adapter_of_an_encoder_with_a_decoder(runs):
-    before, after = (runs.log("seq2seq-lora", "eval_loss")[place] for place in (0, -1))
-    assert after < before and "peft.AutoPeftModelForSeq2SeqLM" in runs.of("seq2seq-lora")
-    runs.check_opened("seq2seq-lora", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora" / "merged"))
-    runs.check_opened("seq2seq-lora", AutoPeftModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora"))
-
-
-def test_a_stream_of_chats_for_a_model_that_does_not_say_what_its_decoder_reads(runs):
-    assert len(runs.log("streamed", "loss")) == 2 and "streamed, " in runs.of("streamed")
-    runs.check_opened("streamed", hf.AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "streamed"))
-
-
 def test_a_classifier_of_words_learns_and_opens_as_a_pipeline(runs):
     f1, accuracy = runs.log("tokens", "eval_f1"), runs.log("tokens", "eval_accuracy")
     assert f1[-1] > f1[0] + 0.2 and accuracy[-1] > 0.8
@@ -146,13 +107,6 @@ def test_a_classifier_of_words_learns_and_opens_as_a_pipeline(runs):
     find = hf.pipeline("token-classification", str(folder), aggregation_strategy="simple", device="cpu")
     found = [each["entity_group"] for row in short_sentences() for each in find(" ".join(row["tokens"]))]
     assert set(found) == {"code"} and len(found) >= 16
-
-
-def test_an_adapter_and_its_head_of_classes(runs):
-    assert "peft.AutoPeftModelForTokenClassification.from_pretrained, num_labels=3" in runs.of("tokens-lora")
-    assert any("score" in name for name in runs.weights("tokens-lora"))
-    opened = AutoPeftModelForTokenClassification.from_pretrained(runs.folder / "tokens-lora", num_labels=3)
-    runs.check_opened("tokens-lora", opened)
 
 
 @pytest.mark.parametrize("name", ["seq2seq", "tokens"])
@@ -199,13 +153,3 @@ def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.T
                 labels[number, place] = row["ner_tags"][word]
                 begun = word
     return {**batch, "labels": labels}
-
-
-def test_words_have_the_tokens_of_running_text(runs):
-    import runpy
-
-    recipe = runpy.run_path(str(ROOT / "recipes" / "tokens.py"))
-    assert recipe["space_before_words"](hf.AutoTokenizer.from_pretrained(runs.folder / "llama")) == " "
-    spans = recipe["spans"]
-    assert spans(["O", "B-a", "I-a", "B-a", "O", "I-b"]) == {(1, 3, "a"), (3, 4, "a"), (5, 6, "b")}
-    assert spans(["B-a", "I-b", "S-b", "E-b"]) == {(0, 1, "a"), (1, 2, "b"), (2, 4, "b")}

@@ -31,8 +31,6 @@ def runs(tmp_path_factory) -> Series:
     DatasetDict(splits).save_to_disk(folder / "pictures")
     some = [row if number % 2 else {**row, "images": []} for number, row in enumerate(rows)]
     Dataset.from_list(some, image_features()).to_parquet(folder / "some.parquet")
-    one = [{"image": row["images"][0], "messages": row["prompt"] + row["completion"]} for row in rows[:4]]
-    Dataset.from_list(one).to_parquet(folder / "messages.parquet")
     blind = Path(shutil.copytree(model, folder / "blind"))
     for name in ("processor_config.json", "preprocessor_config.json"):
         (blind / name).unlink(missing_ok=True)
@@ -45,7 +43,6 @@ def runs(tmp_path_factory) -> Series:
     one_each = ["--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1"]
     runs = {
         "trained": [*pictures, "--max_steps", "5"],
-        "whole": [*common, str(folder / "messages.parquet"), *short, "--freeze_vision_tower", "false"],
         "lora": [*pictures, *short, *lora],
         "some": [*common, str(folder / "some.parquet"), "--max_steps", "4", *one_each],
     }
@@ -67,8 +64,7 @@ def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs, name):
     assert AutoProcessor.from_pretrained(runs.folder / name).image_processor.crop_size["height"] == 32
 
 
-@pytest.mark.parametrize("name", ["trained", "lora"])
-def test_the_sample_is_what_plain_transformers_generates(runs, name):
+def test_the_sample_is_what_plain_transformers_generates(runs, name="lora"):
     from trl.data_utils import prepare_multimodal_messages
 
     model = AutoModelForImageTextToText.from_pretrained(runs.folder / name)  # an adapter with its base, by PEFT
@@ -82,13 +78,12 @@ def test_the_sample_is_what_plain_transformers_generates(runs, name):
     assert re.search(r"^sample +(.*)$", runs.of(name), re.MULTILINE)[1] == repr(text)
 
 
-def test_a_frozen_tower_is_as_it_was_and_a_trained_one_is_not(runs):
+def test_a_frozen_tower_is_as_it_was_and_all_else_is_not(runs):
     start = load_file(runs.folder / "model" / "model.safetensors")
     tower = [name for name in start if name.startswith(TOWER)]
     assert tower and all(torch.equal(runs.weights("trained")[name], start[name]) for name in tower)
     others = [name for name in start if not name.startswith(TOWER)]
     assert not any(torch.equal(runs.weights("trained")[name], start[name]) for name in others)
-    assert not torch.equal(runs.weights("whole")[tower[0]], start[tower[0]])
 
 
 def test_an_adapter_opens_in_peft_and_merged_without(runs):

@@ -1,15 +1,13 @@
 """The arguments that scripts give to `AutoModel….from_pretrained`: taken, left out where they ask for nothing, or
 refused by name."""
 
-import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained
 from hf_fsdp_tools.modeling.arguments import sort_arguments
@@ -70,19 +68,15 @@ def test_short_forms_are_understood(folder, name):
         ({"load_in_8bit": True}, "cannot honour load_in_8bit=True"),
         ({"pretrained_model_name_or_path": "x"}, "got both of name_or_path and pretrained_model_name_or_path"),
         ({"dtype": torch.int8}, "dtype=torch.int8 is no floating-point dtype"),
-        ({"dtype": torch.float8_e4m3fn}, "cannot be built in float8_e4m3fn"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "two names of one thing"),
-        ({"nonsense": 3}, "nonsense: neither the config nor the model"),
         ({"acelerator": None}, r"no argument 'acelerator': did you mean accelerator\?"),
         ({"seed": 1}, r"load_weights has: pass load_kwargs={'seed': …}\."),
         ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no argument stagin_bytes"),
         ({"auto_class": "AutoModelForCasualLM"}, r"no model class of transformers.*AutoModelForCausalLM"),
         ({"policy": WrapPolicy}, r"policy is .*: it must be a WrapPolicy\(…\)"),
         ({"mp_policy": 3}, "mp_policy is 3: it must be a MixedPrecisionPolicy"),
-        ({"offload_policy": 3}, "offload_policy is 3: give CPUOffloadPolicy"),
         ({"peft_config": {"rank": 8}}, "LoraConfig of PEFT has no 'rank'"),
         ({"peft_config": {"peft_type": "LORRA"}}, r"peft_type 'LORRA', which PEFT lacks: did you mean LORA"),
-        ({"accelerator": "cpu"}, "accelerator is 'cpu': it must be an Accelerator"),
         ({"compile": "inducter"}, r"compile='inducter' is no backend of torch.compile: did you mean inductor\?"),
     ],
 )
@@ -108,17 +102,3 @@ def test_a_device_map_that_names_this_process_asks_for_nothing(device_map, devic
         return
     with pytest.raises(ConfigError, match="cannot honour device_map"):
         sort_arguments({"device_map": device_map}, torch.device(device))
-
-
-def test_methods_of_a_loaded_model_are_methods_of_the_plain_classes(folder):
-    model = from_pretrained(folder)
-    for name, owner in {
-        "generate": "GenerationMixin",  # LLaMA-Factory looks for this word
-        "save_pretrained": "PreTrainedModel",
-        "resize_token_embeddings": "PreTrainedModel",
-    }.items():
-        method = getattr(model, name)
-        assert f"{owner}.{name}" in str(method.__func__) and method.__self__ is model
-        assert inspect.signature(method) == inspect.signature(getattr(LlamaForCausalLM, name).__get__(model))
-    twin = copy.deepcopy(model)
-    assert twin.generate.__self__ is twin and twin.generate(torch.tensor([[3, 4]]), max_new_tokens=1).shape == (1, 3)

@@ -1,105 +1,29 @@
 """Scripts of `benchmarks/` name what exists, take the options that documents show, and estimate in their smallest form.
 `tests/ranks/test_benchmarks.py` starts those that need ranks."""
 
-import ast
-import importlib
 import json
+import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py"))
-
-
-def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of all that a file takes from modules: by `from … import`, or as an attribute of an import."""
-    modules: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
-            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            yield modules[node.value.id], node.attr
-
-
-def there(module: str, name: str) -> bool:
-    """Whether a module has a name; also whether it is no module at all, but a class or a value."""
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        above, _, _ = module.rpartition(".")
-        return error.name == module and hasattr(importlib.import_module(above), module.rpartition(".")[2])
-    if hasattr(found, name):
-        return True
-    try:
-        return importlib.import_module(f"{module}.{name}") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_what_a_script_takes_from_modules_is_there(file: str) -> None:
-    assert not [each for each in named(ast.parse((ROOT / file).read_text())) if not there(*each)]
-
-
-def shown() -> dict[str, set[str]]:
-    """Each script that documents, its own docstring and `gpu.sh` start, with all options that they give."""
-    folders = (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
-    texts = [
-        path.read_text() for folder in folders for path in folder.glob("*") if path.suffix in (".md", ".py", ".sh")
-    ]
-    found: dict[str, set[str]] = {}
-    for line in (line for text in texts for line in text.replace("\\\n", " ").splitlines()):
-        for script, options in re.findall(r'python"?3? (?:-m )?(benchmarks[/.][\w/.]+)([^`#;)&]*)', line):
-            path = script if script.endswith(".py") else f"{script.replace('.', '/')}.py"
-            words = shlex.split(options.replace("'", ""))
-            found.setdefault(path, set()).update(word for word in words if word.startswith("--"))
-    return found
-
-
-SHOWN = shown()
-
-
-def test_every_script_is_shown() -> None:
-    scripts = {file for file in FILES if "__main__" in (ROOT / file).read_text()}
-    assert scripts - {"benchmarks/tuning.py"} == set(SHOWN)  # which the others start
-
-
-@pytest.mark.parametrize("script", sorted(SHOWN))
-def test_a_script_takes_the_options_that_are_shown(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("multiprocessing.set_forkserver_preload", lambda names: None)
-    for words in (["memory", "--help"], ["published", "--help"]) if "foresight" in script else (["--help"],):
-        monkeypatch.setattr(sys, "argv", [script, *words])
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert SHOWN[script] <= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
 
 
 def test_the_script_for_gpus_is_one_that_bash_reads() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / "gpu.sh")], check=True)
 
 
-@pytest.mark.parametrize("fit", [[], pytest.param(["--fit"], marks=pytest.mark.nightly)])
-def test_published_trainings_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fit: list[str]) -> None:
+def test_published_trainings_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    words = ["published", "throughput", "--rows", "mpt-125m a100-80gb x8 seq 512", "--output", str(page), *fit]
+    words = ["published", "throughput", "--rows", "mpt-125m a100-80gb x8 seq 512", "--output", str(page)]
     monkeypatch.setattr(sys, "argv", ["foresight.py", *words])
     runpy.run_path(str(ROOT / "benchmarks" / "foresight.py"), run_name="__main__")
     assert re.search(r"^\| tokens per second \| \d+ \| \d+\.\d% ", page.read_text(), re.MULTILINE)
-    assert ("## Constants" in page.read_text()) == bool(fit)
 
 
 def test_trainings_of_a_plan_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,3 +32,21 @@ def test_trainings_of_a_plan_are_estimated(monkeypatch: pytest.MonkeyPatch, tmp_
     runpy.run_path(str(committed.with_name("run.py")), run_name="__main__")
     found, kept = (json.loads(path.read_text()) for path in (output, committed))
     assert {gpu: [*cases] for gpu, cases in found.items()} == {gpu: [*cases] for gpu, cases in kept.items()}
+
+
+RUN = [sys.executable, "-m", "benchmarks.gpu.run"]
+
+
+def test_a_plan_runs_at_a_tiny_size_and_was_foreseen(tmp_path: Path) -> None:
+    words = [*RUN, "--plan", "three", "--tiny", "--device", "cpu", "--records", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert done.returncode == 0 and len(rows) == 2, done.stderr
+    foreseen = json.loads((ROOT / "benchmarks/gpu/forecast.json").read_text())
+    for row in rows:
+        assert {row["case"] in each for each in foreseen.values()} == {True}
+        ours, plain = row["ours"]["losses"], row["plain"]["losses"]
+        assert plain[0] == pytest.approx(ours[0], rel=0.02), row
+        assert f"| {row['case']} | {row['ours']['tokens_s']:,} tokens/s | " in done.stdout

@@ -103,32 +103,12 @@ def test_single_experts_are_not_blocks_by_their_name_or_their_router() -> None:
         assert blocks_of(Model(nn.ModuleList(Moe(name) for _ in range(3)))) == numbered("layers.", 3)
 
 
-def test_small_stacks_are_minor_and_the_final_norm_is_that_of_the_tower_with_the_head() -> None:
+def test_small_stacks_are_minor_and_what_has_no_blocks_is_refused() -> None:
     model = Model(nn.ModuleList(Block(64) for _ in range(8)))
     model.tower = nn.ModuleList(Block(4) for _ in range(3))
     model.norm.owner = model  # a model that registers its parent
     stacks = detect_blocks(model).stacks
     assert [(stack.fqn, stack.is_major) for stack in stacks] == [("layers", True), ("tower", False)]
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model(nn.ModuleList(Block() for _ in range(4)))
-    assert blocks_of(torch.compile(model)) == numbered("_orig_mod.layers.", 4)
-    for index in range(4):
-        model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
-    assert blocks_of(model) == numbered("layers.", 4)
-    assert detect_blocks(model).stacks[0].class_names == ("Block",)
-    # A large vision tower before a small language model: the norm of the first is not gathered with the head.
-    vision, language = nn.Module(), nn.Module()
-    vision.layers = nn.ModuleList(Block(32) for _ in range(4))
-    vision.norm = nn.LayerNorm(32)
-    language.model = Model(nn.ModuleList(Block() for _ in range(2)))
-    language.model.head = None
-    language.head = nn.Linear(8, 32)
-    model = nn.Module()
-    model.vision, model.language = vision, language
-    blocks = detect_blocks(model)
-    assert blocks.head is not None and blocks.head.fqn == "language.head"
-    assert blocks.final_norm is not None and blocks.final_norm.fqn == "language.model.norm"
     with pytest.raises(BlockDetectionError, match=r"no parameters.*Pass the model"):
         detect_blocks(nn.Sequential(nn.ReLU()))
     with pytest.raises(BlockDetectionError, match=r"0\.weight.*Run one forward pass"):

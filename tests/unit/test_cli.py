@@ -7,18 +7,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import fields
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
-from hf_fsdp_tools import LaunchConfig, TrainingSetup
+import hf_fsdp_tools
+from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli import main as main_module
 from hf_fsdp_tools.cli.main import _parser
 from hf_fsdp_tools.steps import WrapPlan
 from tests._checkpoints import make_checkpoint
@@ -47,7 +47,7 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("estimate", "--help"), ("embed", "--help")])
+@pytest.mark.parametrize("words", [("estimate", "--help"), ("embed", "--help")])
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom hf_fsdp_tools.cli.main import main\n"
@@ -70,10 +70,7 @@ def test_help_imports_nothing_heavy(words):
     ("words", "message"),
     [
         ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one"),
-        ("--learnin_rate=1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
-        ("--model base", "--model is no option of this recipe: did you mean --model_name_or_path?"),
         ("--config config.json", "--config config.json is a model's config.json, and no YAML"),
-        ("--config rows.jsonl", "--config rows.jsonl is a dataset, and no YAML"),
         ("--config none.yaml", "--config none.yaml: there is no such file"),
         (
             "--config key.yaml",
@@ -84,7 +81,6 @@ def test_help_imports_nothing_heavy(words):
 def test_a_wrong_option_of_a_recipe_is_said_before_its_libraries_are_imported(words, message, tmp_path):
     texts = {
         "config.json": '{\n "model_type": "llama"\n}',
-        "rows.jsonl": '{"text": "a"}\n' * 2,
         "key.yaml": "lerning_rate: 1",
     }
     for name, text in texts.items():
@@ -98,14 +94,6 @@ def test_a_wrong_option_of_a_recipe_is_said_before_its_libraries_are_imported(wo
     assert done.stdout == "1 []\n" and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_package_that_a_recipe_imports_is_asked_for_before_ranks_start(monkeypatch, capsys):
-    there = launch.find_spec
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name.startswith("sentence") else there(name))
-    code, out, err = run(capsys, "embed")
-    assert (code, out) == (1, "")
-    assert err == "hf-fsdp: error: embed needs sentence_transformers: pip install sentence-transformers\n"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -113,14 +101,9 @@ def test_a_package_that_a_recipe_imports_is_asked_for_before_ranks_start(monkeyp
         (["estimat"], "'estimat' is no command: did you mean estimate?"),
         (["merge", "base", "lora"], "`hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter"),
         (["plan"], "the following arguments are required: NAME"),
-        (["config", "--mixed-precision", "fp4"], "invalid choice: 'fp4'"),
         (["estimate", "x", "--batch-size", "4"], "did you mean --per-device-train-batch-size?"),
-        (["estimate", "x", "--seq_len", "4"], "--seq-len is no option of this command: did you mean --max-length?"),
         (["estimate", "x", "--recipe", "sft"], "argument --recipe: 'sft' is no recipe: did you mean finetune?"),
-        (["estimate", "x", "--recipe", "clasify"], "'clasify' is no recipe: did you mean classify?"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
-        (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
-        (["doctor", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num"),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, words, message):
@@ -129,15 +112,6 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert message in shown and ("usage" in shown) == (not words), "of twenty lines, where nothing was asked"
-
-
-def test_a_command_says_after_two_seconds_that_libraries_load(monkeypatch, capsys):
-    def add_slow(commands):
-        commands.add_parser("slow", help="takes long").set_defaults(run=lambda options: time.sleep(0.5))
-
-    monkeypatch.setattr(main_module, "_GROUPS", {"all": (add_slow,)})
-    monkeypatch.setattr(main_module, "FIRST_S", 0.05)
-    assert run(capsys, "slow") == (0, "", "hf-fsdp: loading libraries …\n")
 
 
 def test_help_has_every_command_once_with_examples_that_parse():
@@ -159,21 +133,6 @@ def test_help_has_every_command_once_with_examples_that_parse():
     assert all(each.epilog for each in tools)
 
 
-def test_defaults_in_the_help_of_estimate_are_those_of_a_setup():
-    commands = next(each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
-    usual = {each.name: each.default for each in fields(TrainingSetup)}
-    said = {}
-    for action in commands["estimate"]._actions:
-        found = re.search(r"default: ([\w.-]+)|(\w+) \(default\)", action.help or "")
-        if found and (name := action.dest) in usual:
-            said[name] = found[1] or found[2]
-    as_described = {"lora_r": "all", "network_gbit_s": "as", "link_gb_s": "as", "image_size": "the", "images": "1"}
-    as_described |= {"wrapping": "plan"}
-    assert len(said) > 15 and as_described.items() <= said.items()
-    for name in said.keys() - as_described.keys() - {"loss", "sync_each_batch"}:
-        assert said[name].lower() == str(usual[name]).removesuffix(".0").lower(), name
-
-
 def test_gpus_are_listed_with_the_figures_that_estimates_take(capsys):
     code, out, _ = run(capsys, "gpus", "h200")
     assert code == 0 and out.splitlines()[0].startswith("--gpu") and re.search(r"h200-141gb +\d+\.\d GiB", out)
@@ -182,24 +141,10 @@ def test_gpus_are_listed_with_the_figures_that_estimates_take(capsys):
     assert run(capsys, "gpus", "h1000")[0] == 1
 
 
-def test_fp8_is_estimated_as_bf16_which_is_said(capsys, llama):
-    code, out, err = run(capsys, "estimate", llama, "--mixed-precision", "fp8", "--max-length", "64")
-    assert (code, err) == (0, "") and "fp8: estimated as bf16" in out and "mixed_precision bf16" in out
-    words = "--gpu h100-80gb --num-processes 2 --mixed-precision fp8 --max-length 64 --per-device-train-batch-size 1"
-    words += " --activation-checkpointing --reshard-after-forward --no-offload-params"
-    words += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1"
-    code, out, err = run(capsys, "config", llama, *words.split())
-    assert code == 0 and yaml.safe_load(out)["mixed_precision"] == "fp8"
-    assert "estimated as bf16" in out and "estimated as bf16" in err
-
-
 def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path):
     code, out, err = run(capsys, "plan", llama, "--blocks")
     assert (code, err) == (0, "")
     assert "(root)" in out and "LlamaDecoderLayer" in out and "largest gathered unit" in out
-    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
-    code, table, _ = run(capsys, "plan", tmp_path / "config.json")
-    assert code == 0 and len(out) > len(table), "a config.json is enough"
     blocks = json.loads(run(capsys, "plan", llama, "--blocks", "--json")[1])["blocks"]
     assert blocks["stacks"][0]["fqn"] == "model.layers" and blocks["stacks"][0]["class_names"] == ["LlamaDecoderLayer"]
     code, out, err = run(capsys, "plan", llama, "--json", "--output", tmp_path / "deep" / "plan.json")
@@ -213,12 +158,6 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
         assert (code, err) == (0, "")
         return WrapPlan.from_json(out)
 
-    size = {name: sum(unit.num_bytes for unit in plan("--dtype", name).units) for name in ("float32", "torch.bfloat16")}
-    assert size["float32"] == 2 * size["torch.bfloat16"]
-    assert plan("--auto-class", "AutoModel").model_class == "LlamaModel"
-    assert plan("--auto-class", "LlamaForSequenceClassification").model_class == "LlamaForSequenceClassification"
-    fewer, more = plan("--min-unit-params", "1e9"), plan("--min-unit-params", "1")
-    assert len(fewer.units) < len(more.units)
     by_type = plan("--block-types", "LlamaMLP, LlamaAttention")
     assert any(unit.modules[0].endswith("mlp") for unit in by_type.units)
 
@@ -227,11 +166,9 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
     ("words", "cure"),
     [
         ("plan {tmp}/absent", "Give an existing local folder"),
-        ("plan {tmp}/empty", "Give a folder that `save_pretrained` wrote"),
         ("plan {tmp}/unknown", "nosuchtype"),
         ("plan {tmp}/of.gguf", "of.gguf is a GGUF file, and no model. Make a plain checkpoint of GGUF files once"),
         ("estimate {tmp}/gguf", "(found: q4.gguf). Make a plain checkpoint of GGUF files once: AutoModelForCausalLM"),
-        ("plan {tmp}/model.safetensors", "is a file of weights, and no model. Give the model's folder"),
         ("prove {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no model"),
         ("estimate llama3:8b", "'llama3:8b' is a name with a tag, of Ollama or of GGUF files"),
         ("plan https://huggingface.co/Qwen/Qwen3-8B", "is a page. Give the name on the hub: Qwen/Qwen3-8B"),
@@ -239,41 +176,26 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
             "estimate {bert} --recipe finetune",
             "is a BertForMaskedLM, which generates no text. Give a causal lang",
         ),
-        ("config {bert} --recipe dpo --gpu h100 --num-processes 8", "is a BertForMaskedLM, which generates no text"),
         ("estimate {llama} --gpu h100x8", "GPU 'h100x8' is not in the table; known are h100-80gb, h100-nvl, h100-96gb"),
-        ("estimate {llama} --optimizer adam", "optimizer 'adam' is not estimated: did you mean adamw"),
-        ("config --from {tmp}/rows.jsonl", "rows.jsonl is a dataset, and no config of a launch"),
         ("config --from {tmp}/open.yaml", "open.yaml is neither YAML nor JSON, line 2: "),
         ("doctor --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a launch"),
-        ("finetune --config_file {llama}/config.json", "config.json is a model's config.json, and no config of a l"),
         ("config {llama} --num-processes 4", "what fits on the CPU is not known: leave {llama} out, or say for which"),
         ("plan {llama} --auto-class AutoModelForCausalML", "did you mean AutoModelForCausalLM"),
-        ("plan {llama} --auto-class AutoModelForSpeechSeq2Seq", "cannot make a model of this LlamaConfig"),
-        ("plan {llama} --dtype int8", "use bfloat16, float16 or float32"),
         ("plan {llama} --block-types LlamaDecoderLayr", "LlamaDecoderLayer"),
         ("plan {llama} --output {tmp}/unknown/config.json/plan.json", "config.json is a file, not a folder; name"),
-        ("plan {llama} --output {tmp}/empty", "empty is a folder; name a file"),
-        ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("finetune --num_machines 2 --num_processes 4", "--num_machines 2: give --main_process_ip, the address of m"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --price 2", "--price is for the cost of --tokens"),
         ("estimate {llama} --wrapping none --offload-params", "need FSDP; leave them or wrapping='none' out"),
-        ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 64 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
-        ("config {llama} --cpu", "leave"),
         ("config --gpu h100-80gb", "say with --num-processes"),
-        ("config --slurm", "name that with --output"),
         ("config --num-processes 3 --num-machines 2", "num_processes 3 counts all machines and is not a multiple"),
         ("doctor --config_file 8x80bg", "did you mean 8x80gb"),
-        ("doctor --config_file {tmp}", "is a folder; name a file"),
         ("doctor {llama} --config_file {tmp}/absent", "not both"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nosuchtype"}')
     (tmp_path / "gguf").mkdir()
@@ -281,7 +203,6 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
     transformers.BertConfig(hidden_size=16, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
     for name in ("of.gguf", "gguf/q4.gguf"):
         (tmp_path / name).write_bytes(b"GGUF\3\0\0\0")
-    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "open.yaml").write_text("a: 1\nb: [")
     names = {"tmp": tmp_path, "llama": llama, "bert": tmp_path / "bert"}
@@ -314,29 +235,6 @@ def test_config_options_reach_the_file_which_is_written_once(capsys, on_cpu, tmp
     assert path.read_text() == "distributed_type: NO\n"
     assert run(capsys, "config", "--output", path, "--force")[0] == 0
     assert yaml.safe_load(path.read_text()) == says(num_processes=2, use_cpu=True)
-    words = (
-        "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
-        "--main_process_port 5 --dp-replicate-size 2 --cp-size 2 --tp-size 2 --ep-size 4 --mixed-precision fp16 "
-        "--offload-params --activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
-    )
-    code, out, _ = run(capsys, "config", *words.split())
-    assert code == 0
-    assert yaml.safe_load(out) == says(
-        num_processes=16,
-        num_machines=2,
-        machine_rank=1,
-        main_process_ip="a",
-        main_process_port=5,
-        dp_replicate_size=2,
-        cp_size=2,
-        tp_size=2,
-        ep_size=4,
-        mixed_precision="fp16",
-        offload_params=True,
-        activation_checkpointing=True,
-        reshard_after_forward=False,
-        state_dict_type="FULL_STATE_DICT",
-    )
 
 
 def test_config_describes_this_machine_or_another(capsys, on_cpu, monkeypatch):
@@ -412,3 +310,170 @@ def test_a_launch_warns_of_what_its_file_leaves_open(capsys, tmp_path, on_cpu, m
     assert "num_processes" not in run(capsys, "finetune", "--config_file", path, "--num_processes", "2")[2]
     path.write_text(LaunchConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     assert run(capsys, "finetune", "--config_file", path)[2] == ""
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_installs_and_starts(kind, tmp_path):
+    pytest.importorskip("hatchling", reason="building needs its backend")
+    code = f"import hatchling.build; print(hatchling.build.build_{kind}({str(tmp_path)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    file, target = tmp_path / built.stdout.split()[-1], tmp_path / "installed"
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--quiet", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(file)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    words = [sys.executable, "-P", "-m", "hf_fsdp_tools", "finetune", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert "--merge_adapters" in done.stdout and "fine-tune" in done.stdout.lower()
+    code = "import hf_fsdp_tools; print(hf_fsdp_tools.__file__)"
+    words = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).is_relative_to(target)
+
+
+EIGHT = LaunchConfig(num_processes=8).to_accelerate_yaml()
+
+
+def test_the_version(tmp_path):
+    words = [sys.executable, "-m", "hf_fsdp_tools", "--version"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout == f"hf-fsdp {hf_fsdp_tools.__version__}\n"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    commands = []
+
+    def run(command):
+        path = command[command.index("--config_file") + 1]
+        commands.append((command, yaml.safe_load(Path(path).read_text())))
+        return 7
+
+    monkeypatch.setattr(launch, "_run", run)
+    return commands
+
+
+def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypatch, tmp_path):
+    imitate_gpus(monkeypatch, 4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run.yaml").write_text("max_steps: 3")
+    own = ["--learning_rate", "-1e-5", "--use_peft", "--config", "my run.yaml", "--num_train", "3"]
+    assert main(["finetune", *own]) == 7
+    assert main(["finetune", *own, "--num_processes", "2"]) == 7
+    assert main(["finetune", "--use_cpu", *own]) == 7
+    (first, config), (_, two), (third, on_cpu) = started
+    assert first[1] == "-m" and first[2].endswith(".accelerate_launch") and first[3] == "--config_file"
+    assert first[-len(own) - 1 :] == [str(REPOSITORY / "recipes" / "finetune.py"), *own]
+    assert config == says(num_processes=4, mixed_precision="bf16")
+    assert two == says(num_processes=2, mixed_precision="bf16")
+    assert third[-len(own) - 1] == "--use_cpu" and on_cpu == says(num_processes=2, use_cpu=True)
+    assert not Path(first[4]).exists(), "a config made for one run goes with it"
+    started.clear()
+    imitate_gpus(monkeypatch, 8)
+    path = tmp_path / "two.yaml"
+    config = LaunchConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
+    path.write_text(config.to_accelerate_yaml())
+    words = ["finetune", "--config_file", path, "--machine_rank", "1", "--main_process_ip", "node7", "--seed", "3"]
+    assert main([*map(str, words)]) == 7
+    command = started[0][0]
+    assert command[3:] == [
+        "--machine_rank", "1", "--main_process_ip", "node7", "--config_file", str(path),
+        str(REPOSITORY / "recipes" / "finetune.py"), "--seed", "3",
+    ]  # fmt: skip
+
+
+def test_options_of_the_launcher_reach_it_and_not_the_recipe(started, monkeypatch, tmp_path, capsys):
+    imitate_gpus(monkeypatch, 4)
+    path = tmp_path / "four.yaml"
+    path.write_text(LaunchConfig(num_processes=4).to_accelerate_yaml())
+    threads = ["--num-cpu-threads-per-process", "3", "--fsdp_offload_params=true", "--seed", "3"]
+    threads += ["--gradient_accumulation_steps", "2"]
+    assert main(["finetune", "--mixed-precision", "fp16", "--gpu_ids", "0,1", "--num_processes", "2", *threads]) == 7
+    assert main(["finetune", "--config_file", str(path), "--mixed_precision", "no", *threads]) == 7
+    (made, config), (given, _) = started
+    assert config == says(num_processes=2, mixed_precision="fp16", gpu_ids="0,1")
+    recipe = [str(REPOSITORY / "recipes" / "finetune.py"), "--seed", "3", "--gradient_accumulation_steps", "2"]
+    options = ["--mixed-precision", "fp16", "--gpu_ids", "0,1", "--num_processes", "2", *threads[:3]]
+    assert made[3:-7] == options and made[-5:] == recipe
+    assert given[3:6] == ["--mixed_precision", "no", threads[0]] and given[-5:] == recipe
+    own = launch_command_parser().parse_args(made[3:])
+    assert own.fsdp_offload_params == "true" and own.training_script_args == recipe[1:]
+    capsys.readouterr()
+    assert main(["finetune", "--use_deepspeed", "--seed", "3"]) == main(["dpo", "--dynamo_backend", "eager"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(started) == 2 and all("leave it out" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["cpu", "accelerate_configs/cpu.yaml"])
+def test_a_config_of_the_package_is_found_by_name(started, monkeypatch, tmp_path, name):
+    imitate_gpus(monkeypatch, 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", "--config_file", name]) == 7
+    assert started[0][0][4] == str(REPOSITORY / "accelerate_configs" / "cpu.yaml")
+
+
+def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(started, monkeypatch, tmp_path, capsys):
+    imitate_gpus(monkeypatch, 8)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eight.yaml").write_text(LaunchConfig(num_processes=8).to_accelerate_yaml())
+    (tmp_path / "mine").write_text("seed: 1\n")
+    folder = REPOSITORY / "accelerate_configs" / "models"
+    run = ["--config", str(folder / "qwen3-8b.run.yaml"), "--seed", "3"]
+    assert main(["finetune", "--config", "Qwen3-8B", "--seed", "3"]) == 7
+    assert main(["finetune", "--config=qwen3-8b", "--seed", "3", "--config_file", "eight.yaml"]) == 7
+    assert main(["finetune", "--cpu", "--config", "qwen3-8b", "--seed", "3"]) == 7
+    assert main(["finetune", "--config", "mine"]) == 7
+    (first, config), (second, _), (third, on_cpu), (fourth, _) = started
+    assert first[first.index("--config_file") + 1] == str(folder / "qwen3-8b.yaml") and config["num_processes"] == 8
+    assert second[second.index("--config_file") + 1] == "eight.yaml" and on_cpu["use_cpu"]
+    assert first[-4:] == second[-4:] == third[-4:] == run and fourth[-2:] == ["--config", "mine"]
+    assert main(["finetune", "--config", "qwen3-9b"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no model of the package: did you mean qwen3-" in error and "gpt-oss-20b, llama-3.1-8b" in error
+    assert main(["finetune", "--config", "qwen3-8b", "--num_processes", "4"]) == 1
+    assert "estimated for 8 GPUs, not for --num_processes 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "text", "words", "cure"),
+    [
+        (4, None, "--num_processes 8", "4 GPU(s)"),
+        (4, EIGHT, "--config_file own.yaml", "--num_processes 4"),
+        (0, EIGHT, "--config_file own.yaml", "--cpu"),
+        (
+            4,
+            None,
+            "--config_file own.yaml",
+            "there is no such file; `hf-fsdp config` makes one, and the package has 1x",
+        ),
+        (4, "distributed_type: MULTI_GPU\nnum_processes: 2\n", "--config_file own.yaml", "hf-fsdp config --from"),
+        (4, "distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "--config_file own.yaml", "num_processes"),
+    ],
+)
+def test_what_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tmp_path, count, text, words, cure):
+    monkeypatch.chdir(tmp_path)
+    imitate_gpus(monkeypatch, count)
+    Path("own.yaml").write_text(text) if text is not None else None
+    assert main(["finetune", *words.split()]) == 1 and not started
+    said = capsys.readouterr().err
+    assert cure in said and (said.count("\n") == 1 or text not in (None, EIGHT))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_workflow_runs_what_ci_run_knows_and_nothing_else() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert steps == ["bash .ci/run ${{ matrix.what }}"]
+    script = (ROOT / ".ci/run").read_text()
+    known = {word for line in re.findall(r"^([\w| ]+)\)", script, re.MULTILINE) for word in line.split(" | ")}
+    chosen = re.findall(r'"(\w+)"', workflow["jobs"]["run"]["strategy"]["matrix"]["what"])
+    assert {"all", "nightly", "oldest", "newest"} <= set(chosen) <= known
+    ended = subprocess.run(["bash", ROOT / ".ci/run", "nothing"], capture_output=True, text=True)
+    assert ended.returncode == 2 and ".ci/run nightly" in ended.stdout
+    assert "tests.machines today" in script.partition("nightly)")[2].partition(";;")[0]

@@ -2,16 +2,15 @@
 message with its cure."""
 
 import json
-import re
 
 import pytest
 import yaml
 from transformers import LlamaConfig
 
-from hf_fsdp_tools import LaunchConfig, TrainingSetup, estimate_memory, recommend_config
+from hf_fsdp_tools import LaunchConfig, TrainingSetup, estimate_memory
 from hf_fsdp_tools.foresight.recommend import SEARCHED
 from tests._dist import imitate_gpus
-from tests.api import MARGIN, show_bytes, step_of, throughput_of
+from tests.api import MARGIN, show_bytes, throughput_of
 from tests.unit.test_cli import run
 
 
@@ -79,21 +78,6 @@ def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_sa
     assert "with a Trainer, packed rows 88% to 103% of it, padded rows 62% to 88% of it" in value["yaml"]
 
 
-def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
-    words = ["--gpu", "h100-80gb", "--num-processes", "16", "--per-device-train-batch-size", "1"]
-    words += ["--max-length", "512", "--recipe", "pretrain", "--activation-checkpointing", "--no-reshard-after-forward"]
-    words += ["--optimizer", "adamw_8bit", "--lora-r", "8", "--no-offload-params", *ONE_COPY.split()]
-    value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
-    assert (value["config"]["num_machines"], value["recommendation"]["setup"]["gpus_per_node"]) == (2, 8)
-    assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
-    assert "machines  2 of 8 GPUs each, assumed" in value["yaml"]
-    assert value["launch"].startswith("hf-fsdp pretrain ") and " --optim adamw_torch_8bit" in value["launch"]
-    assert " --use_peft --lora_r 8 --lora_target_modules all-linear --lora_dropout 0.0" in value["launch"]
-    path = tmp_path / "two.yaml"
-    code, out, _ = run(capsys, "config", "--gpu", "h100-80gb", "--num-processes", "16", "--slurm", "--output", path)
-    assert code == 0 and out.splitlines()[-1] == f"launch  sbatch {path.with_suffix('.sbatch')}"
-
-
 def test_every_option_reaches_the_setup(capsys, llama):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
     options = {
@@ -142,116 +126,22 @@ def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
     assert code == 1 and "is stored in blocks of 2048, through which 8 parts of its" in err, err
 
 
-@pytest.mark.nightly
-def test_a_base_stays_quantised_where_only_that_fits(capsys, llama, tmp_path):
-    write_fp8(llama, tmp_path)
-    tight = ["--gpu", "rtx-4090", "--num-processes", "2", "--max-length", "512", "--lora-r", "8", "--margin", "0.68"]
-    fixed = f"--no-offload-params --activation-checkpointing --reshard-after-forward {ONE_COPY}"
-    fixed = [*fixed.split(), "--per-device-train-batch-size", "1"]
-    value = json.loads(run(capsys, "config", tmp_path, *tight, *fixed, "--json")[1])
-    assert value["launch"].endswith(" --dequantize false")
-    assert not value["recommendation"]["setup"]["dequantize"]
-    shared = [*tight, *fixed, "--tp-size", "2", "--dequantize", "false"]
-    value = json.loads(run(capsys, "config", tmp_path, *shared, "--json")[1])
-    assert not value["recommendation"]["setup"]["dequantize"] and value["recommendation"]["setup"]["tp_size"] == 2
-
-
-def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
-    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--compare")
-    assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
-    table = out[out.index("\n\n") :].splitlines()
-    assert next(line for line in table if "root-only" in line).split() == ["hybrid", "root-only", "no", "wrapping"]
-    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--compare", "--json")[1])
-    totals = [value[name]["memory"]["total"] for name in ("hybrid", "root", "none")]
-    assert totals == sorted(totals)
-    (row,) = (line for line in table if line.startswith("memory per GPU"))
-    assert [f"{total / 1e9:.1f}" for total in totals] == row.split()[3::2]
-    whole = 4 * sum(unit.num_params for unit in step_of(llama, TrainingSetup(**EIGHT)).plan.units)
-    assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
-
-
-def test_config_writes_what_is_recommended(capsys, llama, tmp_path, patch_inner):
-    calls = []
-
-    def noted(*words, **given):
-        calls.append((given, recommend_config(*words, **given)))
-        return calls[-1][1]
-
-    patch_inner(recommend_config=noted)
+def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
     words += f" --no-reshard-after-forward --activation-checkpointing --optimizer adamw {ONE_COPY}"
     code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
     assert (code, err) == (0, "")
-    fields = {
-        "gpu": "rtx-4090",
-        "num_processes": 2,
-        "gpus_per_node": 2,
-        "max_length": 1024,
-        "per_device_train_batch_size": 2,
-    }
-    fields |= {"reshard_after_forward": False, "activation_checkpointing": True, **DEGREES}
-    ((given, found),) = calls
-    assert fields.items() | {("global_batch_size", 8)} <= given.items()
-    setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
-    assert written["fsdp_offload_params"] is setup.offload_params is written["fsdp_activation_checkpointing"] is True
+    written = yaml.safe_load(path.read_text())["fsdp_config"]
+    assert written["fsdp_offload_params"] is written["fsdp_activation_checkpointing"] is True
     assert written["fsdp_reshard_after_forward"] is False
     comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment[0].startswith(f"Generated by: hf-fsdp config {llama} --gpu rtx-4090")
-    assert [line.strip() for line in str(found).splitlines()] == comment[4:]
     assert [finding.code for finding in LaunchConfig.check_file(path)] == ["few-devices"]  # it is for another machine
     command = out.splitlines()[-1].removeprefix("launch").strip()
     assert f"hf-fsdp finetune --config_file {path} --model_name_or_path {llama} " in command
-    steps = f"--gradient_accumulation_steps {setup.gradient_accumulation_steps} "
-    assert f"--per_device_train_batch_size {setup.per_device_train_batch_size} {steps}" in f"{command} "
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 " in f"{command} "
     assert comment[2] == f"Start it with: {command}"
-
-
-@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_config_writes_the_options_of_a_recipe_too(capsys, llama, tmp_path, monkeypatch, adapter):
-    trl = pytest.importorskip("trl")
-    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
-
-    path, run_path = tmp_path / "eight.yaml", tmp_path / "eight.run.yaml"
-    words = "--gpu h100-80gb --num-processes 8 --max-length 1024 --per-device-train-batch-size 2 --recipe dpo --slurm"
-    words += (
-        " --no-reshard-after-forward --activation-checkpointing --no-sync-each-batch --gradient-accumulation-steps 4"
-    )
-    words += f" --no-offload-params {ONE_COPY}"
-    words += " --lora-r 8 --lora-target-modules q_proj,v_proj" if adapter else " --optimizer sgd_momentum"
-    code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
-    assert (code, err) == (0, "") and f"wrote   {run_path}" in out.splitlines()
-    launch = f"hf-fsdp dpo --config_file {path} --config {run_path} --dataset_name DATASET"
-    memory = r"(PYTORCH_ALLOC_CONF=expandable_segments:True )?"  # where it saves memory
-    assert re.search(rf"^# Start it with: {memory}{re.escape(launch)}$", path.read_text(), re.MULTILINE)
-    assert f"# Start it with: sbatch {path.with_suffix('.sbatch')}\n" in run_path.read_text()
-    assert f"--config {run_path}" in path.with_suffix(".sbatch").read_text()
-    monkeypatch.setattr("sys.argv", ["dpo", "--config", str(run_path), "--dataset_name", "x", "--use_cpu", "true"])
-    _, training, model_args = parse_arguments(trl.ScriptArguments, trl.DPOConfig, ModelArguments)
-    assert (training.max_length, training.per_device_train_batch_size) == (1024, 2)
-    assert training.gradient_accumulation_steps == 4 and training.learning_rate == (5e-6 if adapter else 5e-7)
-    assert training.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
-    assert model_args.use_peft == adapter and model_args.model_name_or_path == str(llama)
-    if adapter:
-        assert (model_args.lora_target_modules, model_args.lora_dropout) == (["q_proj", "v_proj"], 0.0)
-    else:
-        assert (training.optim, training.optim_args) == ("sgd", "momentum=0.9")
-    run_path.write_text("learning_rate: 3e-6\n")
-    code, _, err = run(capsys, "config", llama, *words.split(), "--output", path)
-    assert code == 1 and f"{run_path} exists and holds something else; --force" in err
-
-
-@pytest.mark.parametrize(
-    ("kind", "suffix"), [("kubernetes", "k8s.yaml"), ("skypilot", "sky.yaml"), ("hf-jobs", "jobs.sh")]
-)
-def test_a_job_elsewhere_carries_the_options_of_its_recipe(capsys, llama, tmp_path, kind, suffix):
-    words = f"--gpu h200 --num-processes 8 --max-length 1024 --per-device-train-batch-size 2 {ONE_COPY} --recipe dpo"
-    words += " --no-reshard-after-forward --activation-checkpointing --no-offload-params"
-    code, out, _ = run(capsys, "config", llama, *words.split(), f"--{kind}", "--output", tmp_path / "a.yaml")
-    text = (tmp_path / f"a.{suffix}").read_text().splitlines()
-    (line,) = [each for each in text if "hf-fsdp dpo" in each and not each.strip().startswith("#")]
-    assert code == 0 and "--learning_rate 5e-07 --lr_scheduler_type cosine" in line and "--config " not in line
-    assert f"{llama} lies on this machine: bring it to the job" in out
 
 
 def test_config_looks_at_this_machine(capsys, llama, monkeypatch, patch_inner):
@@ -265,12 +155,3 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch, patch_inner):
     patch_inner(device_title=lambda device: "Abacus 3000")
     code, _, err = run(capsys, "config", llama)
     assert code == 1 and "'Abacus 3000' is not in the table" in err
-
-
-def test_a_line_of_progress_on_a_terminal_and_now_and_then_elsewhere(capsys, llama, monkeypatch, patch_inner):
-    patch_inner(FIRST_S=0.0)
-    err = run(capsys, "estimate", llama, *ON_EIGHT, "--max-length", "1024")[2]
-    assert re.fullmatch(r"hf-fsdp: (estimating|a step of .* without memory, hybrid \.\.\.)\n", err), "then a pause"
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    err = run(capsys, "estimate", llama, *ON_EIGHT)[2]
-    assert "without memory, hybrid ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err

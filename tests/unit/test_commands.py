@@ -3,6 +3,7 @@ those of the recipes' tables fit the GPUs that they name."""
 
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -14,15 +15,14 @@ import pytest
 
 pytest.importorskip("trl")
 
-from hf_fsdp_tools import ConfigError, LaunchConfig, estimate_memory
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.launch import commands_of
 from hf_fsdp_tools.cli.main import _parser
-from tests._checkpoints import RELEASE
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
-from tests.api import MARGIN, RECIPES, main, named_config, recipes, setup_of, split_words
-from tests.unit.test_setups import machine_of, parsed, told
+from tests.api import _Parser, main, named_config, recipes, split_words
+from tests.unit.test_setups import parsed
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 FOREIGN = "curl envsubst export hf kubectl compgen llama-quantize llama-server mypy pytest ruff sbatch sky"
@@ -131,7 +131,6 @@ def shown() -> dict[str, list[str]]:
 
 
 SHOWN = shown()
-SLOW = [name for name in SHOWN if name.startswith("vision-language")]
 
 
 def test_every_recipe_has_commands_for_one_gpu_and_for_eight_which_help_and_pages_show(capsys):
@@ -144,21 +143,16 @@ def test_every_recipe_has_commands_for_one_gpu_and_for_eight_which_help_and_page
     assert rows and all(shlex.split(row) in SHOWN.values() for row in rows)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in SLOW)) for n in SHOWN])
-def test_a_command_of_a_recipe_fits_the_gpus_that_it_names(name, taken, monkeypatch):
-    """With the part of the memory free that `hf-fsdp config` leaves free. vLLM's part would come on top."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from models import CONFIGS
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_launch_knows_the_options_of_a_recipe_from_sources(recipe, monkeypatch):
+    """All that its parser has but DeepSpeed's, for it refuses any other before ranks start."""
+    made: list[set[str]] = []
 
-    recipe, _, config, *words = SHOWN[name]
-    if name == "seq2seq-8x80gb" and RELEASE <= (5, 17):
-        pytest.skip("M2M-100 of this transformers looks at values, of which an estimate has none")
-    models = [word for word in words if Path(word).name in CONFIGS]
-    arguments = taken(recipe, ["--config_file", config, *words])
-    for model in models:
-        CONFIGS[Path(model).name].save_pretrained(model)
-    machine = machine_of(LaunchConfig(**LaunchConfig.translate_file(named_config(config)).fields))
-    setup = setup_of(recipe, *arguments, **machine, gpu=told(named_config(config))["gpu"])
-    memory = estimate_memory(models[0], setup, model_kwargs={"auto_class": RECIPES[recipe].auto_class})
-    others = next((each.vllm_gpu_memory_utilization for each in arguments if getattr(each, "use_vllm", False)), 0.0)
-    assert memory.total <= (1 - MARGIN - others) * memory.limit_bytes, f"{name}: {memory}"
+    def note(parser: Any, *_: Any) -> None:
+        made.append({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Parser, "parse", note)
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(recipes()[recipe]))["main"]()
+    launch._check_words(recipes()[recipe], sorted(made[0] - {"--deepspeed"}))

@@ -11,10 +11,8 @@ from transformers import AutoConfig, DynamicCache
 
 from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
-from hf_fsdp_tools.sharding.hooks import cast_inputs
 from hf_fsdp_tools.steps import make_wrap_plan
-from tests._noted import Operators
-from tests.api import Recompute, hooks_of_casts, install
+from tests.api import Recompute
 from tests.unit.test_blocks import Block, Model
 
 
@@ -46,41 +44,6 @@ def test_a_call_with_a_cache_is_not_compiled(by_name: bool) -> None:
     without = block(x)
     assert len(graphs) == 1, "a call without a cache is compiled"
     torch.testing.assert_close(with_cache, without + 1)
-
-
-def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
-    """The Trainer hands a count to each layer: casts of it would be kernels, and graphs, of each layer."""
-    graphs, backend = noting_backend()
-
-    class Counting(CachingBlock):
-        def forward(self, x: torch.Tensor, *, count: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(x) / count
-
-    model = Model(nn.ModuleList(Counting() for _ in range(3)))
-    compile_blocks(model, make_wrap_plan(model), {"backend": backend})
-    blocks = model.layers
-    install(model, hooks_of_casts(model, torch.bfloat16, units=set(blocks), replicated=()))  # type: ignore[arg-type]
-    model.to(torch.bfloat16)
-    for length in (2, 3, 4, 5):
-        for block in blocks:  # type: ignore[union-attr]
-            assert block(torch.ones(length, 8), count=torch.tensor(2.0)).dtype == torch.bfloat16
-    assert len(graphs) == 2, "the second for any length"
-    assert not any("isinf" in graph for graph in graphs)
-
-
-@pytest.mark.parametrize(
-    ("value", "most"),
-    [(torch.tensor(511.0), 0), (torch.ones(3, dtype=torch.bfloat16), 0), (torch.ones(3, requires_grad=True), 1),
-     (torch.tensor([1.0, -torch.inf, torch.finfo(torch.float32).min]), 6)],
-    ids=["count", "hidden states", "hidden states in fp32", "mask"],
-)  # fmt: skip
-def test_a_cast_takes_few_kernels(value: torch.Tensor, most: int) -> None:
-    module = nn.Linear(3, 3)
-    with Operators() as counted:
-        (cast,), _ = cast_inputs(module, (value,), {}, dtype=torch.bfloat16)
-    assert counted.sum <= most
-    torch.testing.assert_close(cast.isinf(), value.isinf())
-    assert cast.dtype == (torch.bfloat16 if value.dim() else torch.float32)
 
 
 def test_cuda_graphs_are_refused_where_parameters_move_and_results_are_not_kept_of_compiled_code() -> None:

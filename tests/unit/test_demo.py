@@ -1,15 +1,10 @@
 """The demo checkpoint is what a hub checkpoint looks like, its data are real, and both are the same each time."""
 
-import sys
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.scripting.demo import demo_passages
 from tests._dist import fake_ranks
-from tests.api import demo_rows, make_demo_model
+from tests.api import make_demo_model
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "vocab_size": 400}
 
@@ -21,22 +16,6 @@ def folder(tmp_path_factory):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_tokenizer_and_chat_template(folder):
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).config
-    assert len(tokenizer) == config.vocab_size == 400
-    ids = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert ids == (0, 1, 2) == (config.pad_token_id, config.bos_token_id, config.eos_token_id)
-    for text in (demo_passages()[0][1], "für 日本 🙂"):
-        tokens = tokenizer(text).input_ids
-        assert tokens[0] == tokenizer.bos_token_id and tokenizer.decode(tokens, skip_special_tokens=True) == text
-    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A statement."}]
-    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    whole = "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
-    assert tokenizer.decode(encoded["input_ids"]) == whole
-    marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    assert tokenizer.decode(marked) == "A statement.<|eos|>"
 
 
 def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folder, tmp_path):
@@ -55,22 +34,3 @@ def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folde
     vision = make_demo_model(tmp_path / "vision", "vision_model", hidden_size=16)
     assert set(contents(made)) == set(contents(folder))
     assert {"config.json", "model.safetensors"} <= set(contents(vision))
-
-
-def test_rows_are_made_of_the_same_passages(monkeypatch):
-    passages = [passage for _, passage in demo_passages()]
-    assert len(passages) > 300 and max(map(len, passages)) < 2000
-    assert [row["text"] for row in demo_rows("text")] == passages
-    pairs = demo_rows("preferences")
-    assert [row["chosen"][0]["content"] for row in pairs] == [passage.strip() for passage in passages], (
-        "no merged token"
-    )
-    assert len({row["prompt"][0]["content"] for row in pairs}) == len(pairs), "no two questions are the same"
-    assert not any(row["rejected"] == row["chosen"] for row in pairs)
-    labels = [row["label"] for row in demo_rows("classes")]
-    assert len(set(labels)) == 4 and all(labels.count(label) > len(labels) / 8 for label in set(labels))
-    with pytest.raises(ConfigError, match="'poems'; choose text"):
-        demo_rows("poems")
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ConfigError, match="use a full CPython"):
-        demo_rows("text")

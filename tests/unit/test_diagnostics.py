@@ -5,11 +5,9 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
 from packaging.version import Version
 from torch import nn
@@ -19,7 +17,7 @@ from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, diagnose, estim
 from hf_fsdp_tools.diagnostics import environment
 from hf_fsdp_tools.errors import BlockDetectionError
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
-from tests._checkpoints import KINDS, make_model
+from tests._checkpoints import make_model
 from tests._dist import fake_ranks
 from tests.api import Diagnosis, Finding, check_environment, local_tensor, rehearse
 
@@ -30,17 +28,6 @@ FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong."
 
 def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_process_group():
     diagnosis = Diagnosis(findings=(FINDING, replace(FINDING, code="other")), units="Model: 3 parameters")
-    assert str(diagnosis).splitlines() == [
-        "Model: 3 parameters",
-        "",
-        "2 warnings",
-        "warning: some-code",
-        "    2 of 3 are wrong.",
-        "    Do the other thing.",
-        "warning: other",
-        "    2 of 3 are wrong.",
-        "    Do the other thing.",
-    ]
     value = json.loads(diagnosis.to_json())
     assert value["findings"][0] == json.loads(FINDING.to_json())
     assert not diagnosis.has_errors
@@ -60,26 +47,6 @@ def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_proces
     model = build_meta_model(config)
     assert {parameter.is_meta for parameter in model.parameters()} == {True, False}
     assert rehearse(model).findings == ()
-
-
-SHAPES = {
-    "llama": (hf.AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
-    "deepseek_v3": (hf.AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
-    "t5": (hf.AutoModelForSeq2SeqLM, {"num_layers": 4}),
-}
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
-    auto_class, sizes = SHAPES[kind]
-    config = KINDS[kind]().config
-    for name, value in sizes.items():
-        setattr(config, name, value)
-    diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
-    assert not diagnosis.findings, diagnosis
-    blocks = [line for line in str(diagnosis.units).splitlines() if " × " in line]
-    assert 1 <= len(blocks) <= 4, "equal units share a line"
-    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("ranks", [3, 64])
@@ -119,26 +86,6 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
     fully_shard(by_hand, mesh=mesh, ignored_params={by_hand.logit_scale})
     (finding,) = [finding for finding in diagnose(by_hand).findings if finding.severity == "error"]
     assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.fact and "replicate" in finding.cure
-
-
-def test_a_version_later_than_any_that_was_tried_and_a_torch_without_its_device_are_warned_of(monkeypatch):
-    assert not list(environment.untried_versions(*environment._NEWEST)), "the tests run with tried versions"
-    monkeypatch.setattr(environment, "_version", {"accelerate": "1.16.0", "transformers": "5.24.1"}.get)
-    monkeypatch.setattr(environment, "_bounds", lambda: {"transformers": ("5.17", True), "accelerate": ("1.15", True)})
-    monkeypatch.setattr(environment, "_NEWEST", {"transformers": "5.23", "accelerate": "1.15"})
-    accelerate, transformers = environment.untried_versions("accelerate", "transformers")
-    assert accelerate.severity == "warning"
-    assert "accelerate 1.16.0" in accelerate.fact and "with 1.15." in accelerate.fact
-    assert "with 5.17 to 5.23" in transformers.fact and 'pip install "transformers==5.23.*"' in transformers.cure
-    monkeypatch.setattr(environment, "_version", lambda name: "5.23.9")
-    assert not list(environment.untried_versions("transformers")), "a later patch is none"
-    monkeypatch.undo()
-    monkeypatch.setattr(environment, "find_accelerator", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
-    found = _findings(check_environment())["no-device"]
-    fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
-    assert (found.severity, found.fact) == ("warning", fact)
 
 
 def _findings(environment):
@@ -185,22 +132,3 @@ def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, 
     assert found.has_errors
     finding = _findings(found)[code]
     assert finding.severity == "error" and cure in finding.cure
-
-
-@pytest.mark.parametrize(("kind", "backend", "emulates"), [("cuda", "nccl", True), ("xpu", "xccl", False)])
-def test_devices_of_every_kind_are_named(monkeypatch, kind, backend, emulates):
-    properties = SimpleNamespace(name="Model 7", total_memory=48e9)
-    supported = (lambda including_emulation=True: including_emulation) if emulates else (lambda: False)
-    module = SimpleNamespace(get_device_properties=lambda device: properties, is_bf16_supported=supported)
-    monkeypatch.setattr(environment, "find_accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    monkeypatch.setattr("torch.get_device_module", lambda device: module)
-    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name == "gloo")
-    found = check_environment()
-    assert found.devices == (f"{kind}:0 Model 7, 48.0 GB", f"{kind}:1 Model 7, 48.0 GB")
-    findings = _findings(found)
-    assert findings[f"no-{backend}"].fact == f"2 {kind} device(s) and no {backend}; the backends are gloo."
-    assert "Model 7" in findings["no-bfloat16"].fact and "fp16" in findings["no-bfloat16"].cure
-    assert "one-connection" not in findings
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert _findings(check_environment())["one-connection"].cure == "unset CUDA_DEVICE_MAX_CONNECTIONS"

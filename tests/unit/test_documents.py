@@ -2,10 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from io import StringIO
-from pathlib import Path
-from tokenize import COMMENT, generate_tokens
 
 import pytest
 
@@ -91,58 +87,6 @@ def test_no_sentence_begins_with_of():
     advise("\n".join(f"{path}: {text!r}" for path, text in found))
 
 
-WORDS = {
-    r"\bfores(?:ee|aw|ight)\w*": "estimate, predict",
-    r"\btold\b": "given, set",
-    r"\bheld\b(?![- ]out)": "kept, has",
-    r"\bbesides?\b": "next to, compared with, in addition to",
-    r"\bshares? (?:the )?rows\b|\brows that (?:ranks|are) share|\blayers that ranks share": "context parallelism",
-    r"\bin pieces\b": "chunked",
-    r"\bwhole logits\b": "full logits",
-    r"\bcomput\w+ (?:\w+ ){0,2}again\b": "activation checkpointing, recomputed",
-    r"\bcop(?:y|ies) of the model\b": "replica",
-    r"\bstay\w* (?:as it is )?quantised\b": "quantised base as stored",
-    r"\bof one process\b": "single-process",
-    r"\bhosts\b|\b(?:both|either|each|every|per|a) host\b(?! memory)": "framework; host memory is a term",
-}
-"""Private words that users stumbled over, and what people of the field say."""
-USED = {name for name in TEXTS if name.startswith(("README", "docs/"))} - {"docs/support.md"}
-"""The documents for users, without the one whose words are names in tests."""
-
-
-@pytest.mark.parametrize("name", sorted(USED))
-def test_documents_and_help_use_the_words_of_the_field(name):
-    """Code, printed output and links are left out, but for the help of commands."""
-    text = re.sub(r"\]\([^)\s]+\)", "]", TEXTS[name])
-    if name != "docs/commands.md":
-        text = re.sub(r"```.*?```|`[^`\n]+`", "", text, flags=re.DOTALL)
-    found = {" ".join(at[0].split()): said for word, said in WORDS.items() for at in re.finditer(word, text, re.I)}
-    advise(found and f"{name} says what the field says otherwise: {found}")
-
-
-def prose_of(source: str) -> Iterator[str]:
-    """What a source says in comments, docstrings and messages: strings of several words, without code in them."""
-    texts = [token.string for token in generate_tokens(StringIO(source).readline) if token.type == COMMENT]
-    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
-    texts += [text for text in strings if isinstance(text, str) and " " in text]
-    return (re.sub(r"`[^`\n]+`|docs/\w+\.md", "", text) for text in texts)
-
-
-@pytest.mark.parametrize("folder", ["recipes", *sorted({path.parent.name for path in PACKAGE.rglob("*.py")})])
-def test_messages_docstrings_and_comments_use_the_words_of_the_field(folder):
-    parents = [ROOT / "recipes", *(path.parent for path in PACKAGE.rglob("*.py"))]
-    files = {path for parent in set(parents) if parent.name == folder for path in parent.glob("*.py")}
-    found = [
-        f"{path.relative_to(ROOT)}: {' '.join(at[0].split())!r}: {said}"
-        for path in sorted(files)
-        for text in prose_of(path.read_text())
-        for word, said in WORDS.items()
-        for at in re.finditer(word, text, re.IGNORECASE)
-    ]
-    assert files
-    advise("\n".join(found))
-
-
 def test_the_reference_has_every_public_name():
     named = re.findall(
         r"^\.\. auto(?!module)\w+:: (?:hf_fsdp_tools\.steps\.)?(\w+)$", TEXTS["docs/reference.md"], re.MULTILINE
@@ -164,14 +108,3 @@ def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     assert len(text.split()) <= 700 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 120
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"\[`(\w+)`\]\(recipes/\1\.py\)", text))
-
-
-APART = ("support", "commands", "reference", "troubleshooting", "project", "performance", "reliability", "extending")
-"""Pages that are made, that list messages, and those of the project."""
-
-
-def test_the_pages_for_users_have_15100_words_at_most_that_a_person_wrote():
-    own = {name for name in TEXTS if name.startswith("docs/") and Path(name).stem not in (*APART, "index")}
-    pasted = sum(len(block.text.split()) for block in blocks() if block.page in own and block.kind == "printed")
-    words = sum(len(TEXTS[name].split()) for name in own) - pasted
-    advise(words > 15_100 and f"{words} words: say things once")

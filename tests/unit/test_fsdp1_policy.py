@@ -1,13 +1,12 @@
 """A wrap plan as FSDP1's policies: the plan's units where FSDP1 can have them, PyTorch's own signature, clear
 refusals."""
 
-import functools
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import _recursive_wrap
 
 from hf_fsdp_tools import WrapPolicy
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import FlatShare
@@ -49,14 +48,6 @@ def test_units_are_the_plans_as_far_as_fsdp1_can_have_them(kind):
     plan = make_wrap_plan(model)
     assert hybrid_auto_wrap_policy(model, plan=plan).units == policy.units
     assert set(policy.units) <= {name for unit in plan.units for name in unit.modules}
-
-
-def test_composes_with_other_policies():
-    model = make_model("llama")
-    attention = type(model.model.layers[0].self_attn)
-    other = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={attention})
-    both = functools.partial(_or_policy, policies=[other, hybrid_auto_wrap_policy(model)])
-    assert set(wrapped_by_torch(model, both)) == {*UNITS["llama"], *(f"{layer}.self_attn" for layer in LAYERS)}
 
 
 def test_what_fsdp1_cannot_have_is_refused():

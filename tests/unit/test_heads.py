@@ -1,8 +1,5 @@
 """Which of the stored tensors that a class of transformers says to ignore are heads, and how their files are held."""
 
-import gc
-import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -48,24 +45,6 @@ def with_head(tmp_path: Path) -> Path:
     folder = make_checkpoint("deepseek_v3", tmp_path / "source")
     add_heads(folder, {"model.layers.61.eh_proj.weight": torch.randn(48, 96)})
     return folder
-
-
-def test_files_are_closed_with_the_last_copy_of_a_model(with_head: Path) -> None:
-    def opened() -> int:
-        """How many of the checkpoint's files are open; others of this process come and go."""
-        files = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
-        return sum(os.path.realpath(file).startswith(str(with_head.resolve())) for file in files)
-
-    model = build_meta_model(with_head)
-    load_weights(model, with_head, progress=False)
-    heads = WithHeads.of(model).heads
-    again = pickle.loads(pickle.dumps(heads))
-    assert isinstance(again, Heads) and again.index.tensors == heads.index.tensors
-    assert opened() == 2
-    load_weights(model, with_head, progress=False, carry_heads=False)
-    del heads, again
-    gc.collect()
-    assert WithHeads.of(model).heads is None and opened() == 0
 
 
 def test_the_command_copies_or_leaves_out_heads_and_what_a_model_saves_itself_is_not_carried(

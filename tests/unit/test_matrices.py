@@ -9,7 +9,7 @@ from hf_fsdp_tools import ConfigError, Muon
 from hf_fsdp_tools.extensions.muon.matrices import find_matrices, newton_schulz_flops, sizes_of_matrices
 from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_model, tiny_config
-from tests.api import Box, Holders, Piece, View, assign_owners, matrices_in
+from tests.api import matrices_in
 
 KINDS = (
     "llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "bert", "t5", "whisper", "vit", "swin", "clip", "mamba",
@@ -38,23 +38,6 @@ def test_every_trained_parameter_has_one_group_and_no_end_is_a_matrix(kind):
         assert {newton_schulz_flops(*p.view.length) for p in pieces[name]} == {newton_schulz_flops(rows, columns)}
 
 
-def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
-    model = make_model("mixtral")
-    plan = find_matrices(model)
-    gates = {f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)}
-    assert {name: why for name, why in plan.others if "mlp" in name} == gates
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    whole = model.get_parameter(name)
-    pieces = matrices_in(model, [name])[name]
-    assert len(pieces) == 8 and pieces[0].source == "model.layers.1.block_sparse_moe.experts.0.w1.weight"
-    found = torch.stack([torch.as_strided(whole, p.view.length, p.view.strides, p.view.offset) for p in pieces])
-    gates = {p.source: matrix for p, matrix in zip(pieces, found, strict=True)}
-    for expert in range(4):
-        for number, part in zip((1, 3), whole[expert].chunk(2), strict=True):
-            assert torch.equal(gates[f"model.layers.1.block_sparse_moe.experts.{expert}.w{number}.weight"], part)
-    assert not hasattr(model, "_weight_conversions"), "what a save writes is as it was"
-
-
 def test_adapters_and_ties_are_no_matrices_and_a_model_without_blocks_is_refused():
     tied = make_model("tied")
     assert ("model.embed_tokens.weight", "embeddings") in find_matrices(tied).others
@@ -80,33 +63,3 @@ def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():
     assert torch.equal(weight, twin)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if p is not weight)
     assert len(optimizer.state) == 1
-
-
-def matrix(rows: int, columns: int) -> Piece:
-    view = View(offset=0, length=(rows, columns), strides=(columns, 1))
-    return Piece(box=Box.whole((rows, columns)), source="m", view=view)
-
-
-def halves(rows: int, columns: int) -> Holders:
-    boxes = [(Box(start=(i * rows // 2, 0), length=(rows // 2, columns)), (i,)) for i in range(2)]
-    return Holders((rows, columns), boxes)
-
-
-def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
-    shapes = [(8, 16), (8, 16), (4, 4), (16, 8), (2, 64), (8, 16)]
-    home = Holders((8, 16), [(Box.whole((8, 16)), (1,))])
-    holders = [*(halves(*shape) for shape in shapes[:-1]), home]
-    ownership = assign_owners([(i, matrix(*s)) for i, s in enumerate(shapes)], holders, 2, 600)
-    assert ownership.matrices[-1].owner == 1 and ownership.matrices[-1].is_home
-    assert max(ownership.flops) <= 1.1 * sum(ownership.flops) / 2
-    travelling = [i for bucket in ownership.buckets for i in bucket]
-    assert sorted(travelling) == [0, 1, 2, 3, 4] and len(ownership.buckets) > 1
-    for each in (ownership.matrices[i].arrival for i in travelling):  # what one sends is what the other gets
-        got, sent = (list(each.parts(rank)) for rank in (each.to, 1 - each.to))
-        assert sent == [part for part in got if part[1] != each.to] and len(got) == 2
-    gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])
-    assert sum(ownership.sent_bytes) == 2 * gathered, "half of each matrix, there and back"
-    counted = torch.utils.flop_counter.FlopCounterMode(display=False)
-    with counted:
-        torch.optim._muon._zeropower_via_newtonschulz(torch.randn(24, 10), (3.4445, -4.775, 2.0315), 5, 1e-7)
-    assert counted.get_total_flops() == newton_schulz_flops(24, 10)

@@ -4,18 +4,16 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from torch import nn
 from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import ConfigError, estimate_memory
-from hf_fsdp_tools.foresight import forecast, memory
+from hf_fsdp_tools.foresight.allocator import CachingAllocator, replay
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import tiny_config
-from tests.api import gpu_named
+from tests.api import Alloc, Free, gpu_named
 
 GPU = gpu_named("a100-80gb")
 
@@ -57,31 +55,25 @@ def test_the_loss_is_made_in_pieces_where_words_are_predicted() -> None:
     assert estimate_memory(bert, **shape).setup.loss == "full"
 
 
-def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
-    monkeypatch.setattr(memory, "gpu_named", lambda name: replace(GPU, memory_bytes=num_bytes))
-    return estimate_memory(
-        config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512, loss="full"
-    )
+def sized(config: LlamaConfig, num_bytes: int) -> MemoryEstimate:
+    gpu = replace(GPU, memory_bytes=num_bytes)
+    return estimate_memory(config, num_processes=8, gpu=gpu, per_device_train_batch_size=2, max_length=512, loss="full")
 
 
-def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
-    config: LlamaConfig, estimate: MemoryEstimate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_gpu_is_slow_and_a_fuller_one_stops(config: LlamaConfig, estimate: MemoryEstimate) -> None:
     outside = estimate.total - estimate.peak_reserved
-    exact = sized(config, monkeypatch, estimate.total)
+    exact = sized(config, estimate.total)
     assert exact.fits and exact.spare_bytes == 0
     assert "fits barely: 0 B of the GPU" in str(exact)
-    tight = sized(config, monkeypatch, estimate.total - 24 * 2**20)
+    tight = sized(config, estimate.total - 24 * 2**20)
     assert tight.fits and "slowly: each step, the allocator gives 25.2 MB back" in str(tight)
-    full = sized(config, monkeypatch, outside + estimate.peak_allocated - 2**20)
+    full = sized(config, outside + estimate.peak_allocated - 2**20)
     assert not full.fits and full.spare_bytes < 0
     assert "does not fit" in str(full)
 
 
-def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A configuration, its file and a model, changed in place; a copy of each needs no other dry run."""
+def test_what_has_changed_is_estimated_anew(tmp_path: Path) -> None:
+    """A configuration, its file and a model, changed in place."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
     )
@@ -100,14 +92,10 @@ def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
     assert models == [(small + large) // 2, small] and estimate_memory(model, max_length=8).num_params == small
     model.lm_head = nn.Linear(64, 50, bias=False, device="meta")
     assert estimate_memory(model, max_length=8).num_params == small - 50 * 64
-    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
-    estimate_memory(model, max_length=8)
     assert estimate_memory(deepcopy(config), max_length=8).num_params == small
 
 
-def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate_memory(config, num_processes=8, gpu="a100-80gb", per_device_train_batch_size=2, max_length=512)
-    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
+def test_what_ifs(config: LlamaConfig) -> None:
     changes: list[dict[str, Any]] = [
         dict(num_processes=64, gpu="h100"),
         dict(num_processes=64, dp_replicate_size=8, gradient_accumulation_steps=2),
@@ -129,25 +117,58 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
     ]
     said = [str(estimate_memory(config, **each)) for each in far]
     assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
-    with pytest.raises(AssertionError, match="a dry run"):
-        estimate_memory(config, num_processes=8, per_device_train_batch_size=3, max_length=512)
     with pytest.raises(ConfigError, match=r"'train_batch_size': did you mean per_device_train_batch_size"):
         estimate_memory(config, train_batch_size=2)
 
 
-def test_a_classifier_with_an_encoder_and_a_decoder_gets_rows_that_end() -> None:
-    kwargs = {"auto_class": "AutoModelForSequenceClassification"}
-    config = tiny_config("t5")
-    config.decoder_start_token_id = 0
-    assert estimate_memory(config, max_length=64, model_kwargs=kwargs).fits
+MIB = 2**20
 
 
-@pytest.mark.parametrize(("kind", "least", "most"), [("mamba2", 0.49, 0.52), ("bloom", 0.9, 1.0)])
-def test_context_parallelism_halves_what_exchanges_heads_and_not_what_takes_whole_rows(
-    kind: str, least: float, most: float
-) -> None:
-    config = tiny_config(kind)
-    alone, shared = (
-        estimate_memory(config, num_processes=2, cp_size=size, max_length=512).at_peak["activations"] for size in (1, 2)
-    )
-    assert least < shared / alone < most
+@pytest.mark.parametrize(
+    ("num_bytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # what is left of a segment of its own is no more than 1 MiB, so the block is not split
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (30 * MIB + 1, 30 * MIB + 512, 32 * MIB),
+    ],
+)
+def test_a_request_takes_a_block_and_a_segment(num_bytes, allocated, reserved):
+    allocator = CachingAllocator()
+    allocator.take(num_bytes)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_the_smallest_free_block_is_taken_and_split():
+    allocator = CachingAllocator()
+    large, small = allocator.take(40 * MIB), allocator.take(30 * MIB)
+    allocator.give_back(large)
+    allocator.give_back(small)
+    taken = allocator.take(12 * MIB)
+    assert taken is small and taken.size == 12 * MIB
+    assert allocator.take(18 * MIB).address == small.address + 12 * MIB  # the rest of it
+    assert allocator.reserved == 70 * MIB
+
+
+def test_a_freed_block_serves_its_own_stream_only():
+    allocator = CachingAllocator()
+    allocator.give_back(allocator.take(20 * MIB, "copy_in"))
+    allocator.take(20 * MIB, "compute")
+    assert allocator.reserved == 40 * MIB
+    allocator.take(20 * MIB, "copy_in")
+    assert allocator.reserved == 40 * MIB
+
+
+def test_expandable_segments_grow_where_others_would_be_added():
+    def events():
+        for number in range(10):  # each block is longer than all that was freed
+            yield Alloc(number, (20 + 4 * number) * MIB, "activations", "")
+            yield Free(number)
+
+    assert replay(events())[1] == sum(20 + 4 * number for number in range(10)) * MIB
+    assert replay(events(), expandable=True)[1] == 60 * MIB

@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_fsdp_tools import CheckpointError, ConfigError
-from hf_fsdp_tools.modeling.meta import kept_in_fp32
+from hf_fsdp_tools.modeling.configs import model_class
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import make_checkpoint, tiny_config
+from tests._checkpoints import make_checkpoint
 from tests.api import allocate, initialize_missing
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
@@ -128,14 +128,60 @@ def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
     assert torch.equal(state, torch.get_rng_state()), "the user's random state is left alone"
 
 
-@pytest.mark.skipif("hy_v4" not in hf.CONFIG_MAPPING, reason="transformers 5.17, which is supported too, lacks it")
-def test_what_stays_in_fp32_is_found_by_the_names_without_adapters():
-    """One of the patterns of HY V4 is `base`, which means none of PEFT's base layers."""
-    model = hf.AutoModelForCausalLM.from_config(tiny_config("hy_v4"))
+SMALLEST = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
+"""A class that a config names, and such a config."""
 
-    def kept():
-        return {tensor for _, _, tensor in kept_in_fp32(model, torch.bfloat16)}
 
-    before = kept()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_a_proj", "gate_proj"]))
-    assert before == {tensor for _, _, tensor in kept_in_fp32(adapted, torch.bfloat16)} == kept() != set()
+BY_KIND = [
+    (hf.LlamaConfig, hf.AutoModelForCausalLM),
+    (hf.T5Config, hf.AutoModelForSeq2SeqLM),
+    (hf.WhisperConfig, hf.AutoModelForSpeechSeq2Seq),
+    (hf.BertConfig, hf.AutoModelForMaskedLM),
+    (hf.ViTConfig, hf.AutoModelForImageClassification),
+    (hf.Gemma3Config, hf.AutoModelForImageTextToText),
+    (hf.CLIPConfig, hf.AutoModel),
+    (hf.Wav2Vec2Config, hf.AutoModel),
+]
+
+
+@pytest.mark.parametrize(("config_class", "expected"), BY_KIND)
+def test_without_a_class_that_can_be_trained_the_kind_decides(config_class, expected):
+    config = config_class()
+    assert model_class(config) is expected
+    for damaged in ("Damaged", [None, 3], ["LlamaForCausalLMEagle"], ["AutoModel", "PreTrainedModel", "os"]):
+        vars(config)["architectures"] = damaged  # to some versions of transformers an attribute cannot be set to it
+        assert model_class(config) is expected, damaged
+    base = hf.MODEL_MAPPING[config_class]
+    config.architectures = [base.__name__]
+    assert model_class(config) is (base if expected is hf.AutoModel else expected)
+    assert model_class(config, as_stored=True) is base
+
+
+def test_trusted_code_goes_first_and_what_the_caller_says_before_the_config():
+    config = hf.LlamaConfig(**SMALLEST, architectures=["LlamaForCausalLM"])
+    config.auto_map = {"AutoModel": "code.LlamaModel", "AutoModelForCausalLM": "code.LlamaForCausalLM"}
+    assert model_class(config) is hf.LlamaForCausalLM
+    assert model_class(config, trust_remote_code=True) is hf.AutoModelForCausalLM
+    config.auto_map = {"AutoModelForCausalLM": "code.MyLlama"}
+    assert model_class(config) is hf.LlamaForCausalLM
+    assert model_class(config, trust_remote_code=True) is hf.AutoModelForCausalLM, "as transformers does"
+    config.architectures = ["Absent"]
+    config.auto_map = {"AutoModelForTokenClassification": "code.Absent"}
+    assert model_class(config) is hf.AutoModelForTokenClassification, "whose error says what to trust"
+    config = hf.LlamaConfig(**SMALLEST, architectures=["LlamaForSequenceClassification"])
+    for given in ("AutoModelForCausalLM", hf.AutoModelForCausalLM, "LlamaForCausalLM", hf.LlamaForCausalLM):
+        assert type(build_meta_model(config, auto_class=given)) is hf.LlamaForCausalLM
+    with pytest.raises(ConfigError, match=r"'LlamaForCausalML' is no model class.* mean LlamaForCausalLM"):
+        build_meta_model(config, auto_class="LlamaForCausalML")
+    for wrong in (7, hf.LlamaConfig, "Trainer", build_meta_model):
+        with pytest.raises(ConfigError, match="auto_class"):
+            build_meta_model(config, auto_class=wrong)
+    usual = "AutoModelForSpeechSeq2Seq cannot make a model of this LlamaConfig"
+    with pytest.raises(ConfigError, match=usual):
+        build_meta_model(config, auto_class="AutoModelForSpeechSeq2Seq")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import ShardedScaler, clip_norm
+from tests.api import ShardedScaler
 
 
 class OnDevice(torch.Tensor):
@@ -55,15 +55,3 @@ def test_a_fused_step_is_not_called_on_infinite_gradients_and_a_saved_scale_is_r
     used.load_state_dict(saved.state_dict())
     used._lazy_init_scale_growth_tracker(torch.device("cpu"))
     assert used.get_scale() == 8.0
-
-
-def test_norms_of_two_devices_are_brought_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device="meta"))
-    here.grad, there.grad = torch.ones(3), torch.ones(3, device="meta")
-    clip = Mock()
-    monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", clip)
-    total = clip_norm([here, there], 1.0, 2.0, torch.device("meta"))
-    assert total.device.type == "meta" and total.shape == ()
-    kinds = [call.args[0] for call in clip.call_args_list]
-    assert [[id(p) for p in kind] for kind in kinds] == [[id(here)], [id(there)]], "each device by itself"
-    assert all(call.args[2] is total for call in clip.call_args_list)

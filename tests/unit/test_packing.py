@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from itertools import chain, product
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,14 +67,3 @@ def test_models_that_see_the_documents_before_are_refused(kind, dtype):
     if kind in ("opt", "mamba"):  # of which the second has no attention
         assert ("flash_attention_2" in str(caught.value)) == (kind == "opt")
     assert one.model.training, "as it was"
-
-
-def test_what_a_model_says_of_packed_rows_is_said_of_the_option(monkeypatch):
-    one = trainer("llama")
-    one.args.packing = False
-
-    # as Falcon-H1 without its kernels
-    error = ValueError("cannot keep packed sequences apart. Install `causal_conv1d`.")
-    monkeypatch.setattr(one.model, "forward", Mock(side_effect=error))
-    with pytest.raises(ConfigError, match=r"--padding_free: LlamaForC.* Install `causal_conv1d`\. Or leave"):
-        check_documents_apart(one)

@@ -7,15 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
-    choose_placement,
     padded_ratio,
     split_dim,
-    warn_of_padding,
 )
 from hf_fsdp_tools.steps import WrapPlan
 from tests.api import ModuleTree, WrapUnit
@@ -51,36 +48,10 @@ def test_other_dimensions_are_split_evenly_and_only_where_rows_would_be_padded(s
         assert not any(size % ranks == 0 for size in shape[1:])
 
 
-def test_padding_is_that_of_torch_and_little_of_it_is_left_to_fsdp():
-    for size, ranks in ((8, 64), (128, 96), (131, 4), (7, 7), (5, 2)):
-        longest = torch.arange(size).chunk(ranks)[0].numel()
-        assert padded_ratio(size, ranks) == longest * ranks / size
-    experts = nn.Parameter(torch.empty(8, 640, 128, device="meta"))  # 2.6 MB
-    assert choose_placement(experts, 8) is None
-    assert choose_placement(experts, 10) is None, "padded by a quarter"
-    assert choose_placement(experts, 32) == Shard(1)
-    gate = nn.Parameter(torch.empty(1, 4096, device="meta"))
-    assert choose_placement(gate, 64) is None, "1 MB"
-    assert choose_placement(gate, 128) == Shard(1)
-    assert choose_placement(nn.Parameter(torch.empty((), device="meta")), 8) is None
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Parameter(torch.empty(8, 640, 128, device="meta"))
-
-
-def test_much_padding_is_said(recwarn):
-    model = nn.Sequential(nn.Linear(640, 640, device="meta"), Experts())
-    model[1].down = nn.Parameter(torch.empty(8, 28671 * 8, 4096, device="meta"))  # 30 GB
-    rest = {"reshard_after_forward": True, "num_params": 1, "num_bytes": 4, "reason": ""}
-    plan = WrapPlan(units=(WrapUnit(modules=("",), **rest),), replicated=(), model_class="Sequential", num_params=1)
-    tree = ModuleTree(model)
-    for ranks in (8, 64):
-        warn_of_padding(tree, plan, ranks, ranks)
-    (said,) = recwarn
-    assert "The first of 64 ranks holds 3.8 GB of weights, where its share is 469.8 MB" in str(said.message)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None, 8])

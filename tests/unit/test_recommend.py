@@ -12,7 +12,7 @@ import pytest
 
 from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight import recommend
-from tests.api import EVERY, GAIN, ON_HOST, Cost, gpu_named, setting_words, show_bytes
+from tests.api import EVERY, GAIN, ON_HOST, Cost, gpu_named
 
 GPU = gpu_named("h100-80gb").memory_bytes
 
@@ -156,65 +156,6 @@ def test_every_nth_block_recomputes_where_memory_allows():
     assert fixed.setup.activation_checkpointing_every_n_layers == 2, "where it is asked for, too"
 
 
-def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
-    """Before anything else is offloaded, and not where it is refused."""
-    toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_processes=8, max_length=8192)
-    best = choose(setup, toy)
-    assert best.setup.activation_checkpointing_offload and not best.setup.offload_params
-    with pytest.raises(ConfigError, match="What fits: with activation_checkpointing_offload"):
-        choose(setup, toy, fixed=("activation_checkpointing_offload", "offload_params", "optimizer"))
-
-
-def test_segments_that_grow_are_named_where_they_save_much():
-    class Growing(Toy):
-        def __call__(self, setup):
-            cost = super().__call__(setup)
-            return replace(cost, peak_bytes=int(cost.peak_bytes * (0.9 if setup.expandable_segments else 1)))
-
-    for toy, gpu, is_named in (
-        (Growing(8e9, activation=4e6), "h100-80gb", True),
-        (Growing(1e8, activation=4e4), "h100-80gb", False),
-        (Growing(8e9, activation=4e6), "mi300x", False),
-    ):
-        best = choose(
-            TrainingSetup(num_processes=8, max_length=2048, gpu=gpu), toy, fixed=("per_device_train_batch_size",)
-        )
-        text = f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(int(best.cost.peak_bytes * 0.9))}"
-        assert (text in str(best)) == (best.expandable_bytes > 0) == is_named
-
-
-def test_what_is_next_best_and_what_would_not_fit_have_their_figures():
-    toy, setup = Toy(activation=3e6), TrainingSetup(num_processes=8, max_length=8192)
-    best = choose(setup, toy, global_batch_size=64)
-    chosen = best.setup
-    larger = replace(chosen, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    num_bytes = toy(larger).peak_bytes
-    assert chosen.per_device_train_batch_size == 2 and num_bytes > GPU
-    words = f"or per_device_train_batch_size 4 ({show_bytes(num_bytes)})"
-    assert words in best.breaks and words in str(best)
-    changed = best.next_best.partition(":")[0]
-    other = next(one for one in toy.asked if setting_words(recommend._changes(one, chosen)) == changed)
-    slower = 1 - rate(other, toy(other)) / rate(chosen, toy(chosen))
-    figures = (
-        f"fits, {100 * slower:.{1 if slower < 0.0095 else 0}f} % slower, takes {show_bytes(toy(other).peak_bytes)}"
-    )
-    assert best.next_best == f"{changed}: {figures}" and best.next_best in str(best)
-
-
-def test_what_is_given_stays():
-    toy, setup = (
-        Toy(),
-        TrainingSetup(
-            num_processes=32, dp_replicate_size=2, per_device_train_batch_size=3, activation_checkpointing=True
-        ),
-    )
-    given = ("dp_replicate_size", "per_device_train_batch_size", "activation_checkpointing")
-    best = choose(setup, toy, fixed=given, global_batch_size=192)
-    assert best.setup.gradient_accumulation_steps == 2
-    for field in given:
-        assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
-
-
 def test_faster_settings_that_nobody_asked_for_are_named():
     """What changes how numbers are rounded, or what a step learns from, is proposed and never chosen."""
 
@@ -233,14 +174,6 @@ def test_faster_settings_that_nobody_asked_for_are_named():
         assert line in str(best)
     assert best.setup.loss == "chunked"
     assert not choose(replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
-    for dequantize in (True, False):
-        found = choose(
-            replace(setup, lora_r=16, dequantize=dequantize),
-            toy,
-            fixed=("dequantize", "sync_each_batch"),
-            global_batch_size=4096,
-        )
-        assert ("with compile" in str(found.proposals)) == dequantize, "of the rules of formats nothing is known"
 
 
 def test_weights_in_bf16_with_8_bits_and_4_bits_come_before_offload():
@@ -304,13 +237,6 @@ def test_rows_are_shared_where_nothing_else_fits():
     )
 
 
-def test_degrees_that_do_not_divide_the_gpus_are_passed_over():
-    best = choose(TrainingSetup(num_processes=6, max_length=16_384), Toy(activation=6e7, shares_rows=True))
-    assert best.setup.cp_size == 2
-    with pytest.raises(ConfigError, match="at no setting"):
-        choose(TrainingSetup(num_processes=6, max_length=2_000_000), Toy(activation=6e7, shares_rows=True))
-
-
 def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_hidden():
     setup = TrainingSetup(num_processes=32, max_length=1024)
     slow = Toy(gather=20, most_experts=16)
@@ -322,23 +248,6 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
     assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).setup.ep_size == 8
     quick = Toy(gather=1e-4, latency=0, most_experts=16)
     assert choose(setup, quick).setup.ep_size == 1 and all(one.ep_size == 1 for one in quick.asked)
-
-
-def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
-    lora = TrainingSetup(num_processes=8, lora_r=16)
-    small = choose(lora, Toy(stored=1.5))
-    assert small.setup.dequantize, "which is faster"
-    assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
-    alone = choose(lora, Toy(2e11, stored=1.5))
-    assert not alone.setup.dequantize and not alone.setup.offload_params
-    assert "without dequantize" in str(alone)
-    with pytest.raises(ConfigError, match=r"What fits: .*without dequantize"):
-        choose(TrainingSetup(lora_r=16, wrapping="none"), Toy(3e10, stored=1.5), fixed=("dequantize", "load_in_4bit"))
-    toy = Toy(stored=1.5)
-    choose(lora, toy, fixed=("dequantize",))
-    assert all(one.dequantize for one in toy.asked)
-    assert not choose(replace(lora, dequantize=False), toy).setup.dequantize
-    assert choose(lora, Toy()).setup.dequantize, "of a base that has no other form"
 
 
 def test_a_global_batch_or_a_margin_that_cannot_be():

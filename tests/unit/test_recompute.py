@@ -1,6 +1,5 @@
 """Inputs of checkpointed blocks on the host: copied while blocks compute, on a stand-in for an accelerator."""
 
-import weakref
 from typing import Any
 
 import pytest
@@ -54,62 +53,6 @@ def test_late_copies_give_the_same_values_and_memory_is_given_back(every: int, s
         assert machine.done == ["copy"] * 4 * count, "one copy there and one back"
         model(input_ids=torch.arange(8)[None]).logits.sum()
         assert machine.pinned_alive == 0, "a pass without a backward pass too"
-
-
-class _Ordered:
-    """A link whose copies are done only when somebody waits for them; it notes the order of all that happens."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self._count = 0
-        self.memories: list[Any] = []
-
-    def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
-        self._count += 1
-        name = str(self._count - 1)
-        memory, place = weakref.ref(source.untyped_storage()), source.storage_offset()
-        self.memories.append(memory)
-        host = torch.empty_like(source)
-        self.order.append(f"out {name}")
-
-        def copied() -> None:
-            storage = memory()
-            assert storage is not None, "the memory of the device is not given up before the copy is done"
-            host.copy_(torch.empty(0, dtype=host.dtype).set_(storage, place, host.shape))
-
-        return (name, host), copied
-
-    def fetch(self, host: Any, to: torch.Tensor) -> Any:
-        name, held = host
-        self.order.append(f"back {name}")
-        return lambda: (to.copy_(held), self.order.append(f"arrived {name}"))
-
-    def wait(self, mark: Any) -> None:
-        mark()
-
-
-def test_copies_overlap_with_the_computation() -> None:
-    """Out: begun before the block runs, waited for behind it. Back: begun before the block behind it is computed again,
-    waited for when its own turn comes."""
-    model, link = llama(), _Ordered()
-    checkpoint_activations(model, Recompute(offload=True), link_of=lambda _: link)
-    for index, block in enumerate(model.model.layers):
-        block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
-    left: list[Any] = []
-    model.lm_head.register_forward_pre_hook(
-        lambda *_: left.extend(each for each in link.memories if each() is not None)
-    )
-    gradients(model)
-    assert len(link.memories) == LAYERS and not left, "behind the blocks no input is on the device"
-    forward = [each for index in range(LAYERS) for each in (f"out {index}", f"block {index}")]
-    assert link.order[: 2 * LAYERS] == forward
-    backward = link.order[2 * LAYERS :]
-    assert backward == [
-        *("back 3", "arrived 3", "back 2", "block 3"),
-        *("arrived 2", "back 1", "block 2"),
-        *("arrived 1", "back 0", "block 1"),
-        *("arrived 0", "block 0"),
-    ]
 
 
 def test_a_system_that_gives_no_pinned_memory_is_one_line() -> None:

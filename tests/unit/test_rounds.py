@@ -114,7 +114,7 @@ def test_a_round_is_joined_or_given_up_and_never_both(
         assert joins.wait(HANG_S)
         return "Nobody comes."
 
-    def finish_interrupted(own: Callable[..., bytes], key: str, expected: str, value: bytes) -> bytes:
+    def settle(own: Callable[..., bytes], key: str, expected: str, value: bytes) -> bytes:
         if last_is_first:
             told = own(key, expected, value)
             joins.set()
@@ -134,7 +134,7 @@ def test_a_round_is_joined_or_given_up_and_never_both(
         return two[1].exchange("b", "saving")
 
     monkeypatch.setattr(Lookout, "problem", give_up)
-    two[1]._store = Store(two[1]._store, compare_set=finish_interrupted)
+    two[1]._store = Store(two[1]._store, compare_set=settle)
     found = together(first, last)
     if last_is_first:
         assert found == [["a", "b"]] * 2

@@ -1,13 +1,11 @@
 """Routes of tensors between ranks, as data: what is wanted arrives once, from who holds it, in bounded buckets."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.streaming.routes import EVERY, Bucket, Spread
+from hf_fsdp_tools.streaming.routes import Bucket, Spread
 from tests.api import Box, local_boxes, plan_buckets
 
 
@@ -57,20 +55,3 @@ def test_what_is_wanted_arrives_once(shapes, dims, replicas):
             assert torch.equal(times, torch.ones_like(times))
     assert all(bucket.most_bytes <= bound for bucket in buckets)
     assert [each.name for bucket in buckets for each in bucket.arrivals if each.to == 0] == list(names), "in order"
-
-
-def test_what_all_ranks_want_is_broadcast_and_replicas_send_in_turns():
-    spread = holders((8, 4), (Shard(0),), (4,))
-    wanted = dict.fromkeys("ab", (Box.whole((8, 4)), torch.bfloat16))
-    (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 8 * 64)
-    assert {to for _, _, _, to in routes(bucket, 4)} == {EVERY}
-    assert [source for _, _, source, _ in routes(bucket, 4)] == [0, 1, 2, 3] * 2
-    assert bucket.most_bytes == 256, "each, and once more aside, as they are small"
-    assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 128)) == 2
-    with pytest.raises(ConfigError, match=r"bucket_bytes=127 does not hold 'a'.*bucket_bytes=128"):
-        plan_buckets(range(4), wanted, lambda name: spread, 4, 127)
-    spread = holders((2, 2), (Replicate(), Shard(0)), (4, 2))
-    wanted = {f"{i}": (Box.whole((2, 2)), torch.float32) for i in range(64)}
-    buckets = plan_buckets((0,), wanted, lambda name: spread, 8, 2**20)
-    sources = [source for bucket in buckets for _, _, source, _ in routes(bucket, 8) if source != 0]
-    assert set(sources) == {1, 3, 5, 7} and min(map(sources.count, set(sources))) > 4

@@ -6,7 +6,6 @@ The lists come from the sources: a setting that a later version adds fails here 
 import dataclasses
 import functools
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,14 +14,14 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, constants
 from accelerate.utils import launch as launcher
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType, wrap
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, Float8Policy, FSDPPlugin, LaunchConfig, WrapPolicy
+from hf_fsdp_tools import ConfigError, Float8Policy, FSDPPlugin, WrapPolicy
 from hf_fsdp_tools.integrations import interpret, settings, state
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.steps import make_wrap_plan
@@ -34,9 +33,7 @@ from tests.api import (
     VARIABLES,
     YAML_KEYS,
     Recompute,
-    as_recompute,
     plugin_arguments,
-    rows_of,
 )
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
@@ -99,8 +96,6 @@ def test_the_tables_are_those_of_the_sources_and_of_the_document():
         row = YAML_KEYS[key]
         assert (row.variable, set(row.training), row.argument) == (variable, set(training), argument)
     assert {case.name for case in CASES} == plugin_fields()
-    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_old}
-    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
 
 
 # ---- what becomes of each ----
@@ -250,14 +245,6 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
     assert stops or len(seen) == 1, "one line"
 
 
-def test_shards_of_states_are_read_and_written_where_they_lie():
-    plugin = FSDPPlugin()
-    assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=False)
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert plugin.state_dict_config.offload_to_cpu, "whole tensors of rank 0 are not for its device"
-
-
 EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
 
 
@@ -280,82 +267,6 @@ def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
     monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
     with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
         FSDPPlugin()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (True, Recompute()),
-        (False, None),
-        ({"offload": True, "save_ops": "mm"}, Recompute(offload=True, save_ops=("mm",))),
-        ({"every_n": 2}, "activation_checkpointing has no 'every_n'"),
-        ({"every_n_layers": 0}, "every_n_layers is 0; it must be a whole number"),
-        ({"offload": "cpu"}, "True or False"),
-        ({"save_ops": ["atention"]}, "no operator 'atention': did you mean attention"),
-        ("every second", "give True, False, or a mapping"),
-    ],
-)
-def test_short_forms_of_activation_checkpointing(value, expected):
-    if not isinstance(expected, str):
-        assert as_recompute(value) == expected
-        return
-    with pytest.raises(ConfigError, match=expected):
-        as_recompute(value)
-
-
-# ---- a file, as it is checked and as it is launched ----
-
-FILES = [
-    ({}, set(), None),
-    ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"translated"}, None),
-    ({"fsdp_use_orig_params": True}, {"only-fsdp1"}, None),
-    ({"fsdp_backward_prefetch": "BACKWARD_POST"}, {"only-fsdp1"}, UserWarning),
-    ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"refused"}, ConfigError),
-    ({"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}, set(), None),
-    ({"fsdp_activation_checkpointing_offload": True}, {"contradiction"}, ConfigError),
-    ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
-    ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
-]
-
-
-def test_a_new_key_is_one_field(tmp_path, monkeypatch):
-    """That it then is a variable and a key of `fsdp_config` follows from the same row."""
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Later(LaunchConfig):
-        new_key: bool = dataclasses.field(default=False, metadata={"kind": bool})
-
-    monkeypatch.setitem(YAML_KEYS, "fsdp_new_key", rows_of(Later)[-1])
-    assert (rows_of(Later)[-1].variable, rows_of(Later)[-1].training) == ("FSDP_NEW_KEY", ("new_key",))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    path = tmp_path / "later.yaml"
-    path.write_text(Later(num_processes=2, new_key=True).to_accelerate_yaml())
-    assert "  fsdp_new_key: true\n" in path.read_text() and Later.check_file(path) == ()
-    assert Later.translate_file(path).fields["new_key"] is True
-    path.write_text(path.read_text().replace("key: true", "key: perhaps"))
-    (finding,) = Later.check_file(path)
-    assert (finding.code, finding.fact) == ("wrong-value", "fsdp_new_key is 'perhaps'.")
-
-
-@pytest.mark.parametrize(("said", "codes", "outcome"), FILES, ids=[" ".join(said) for said, *_ in FILES])
-def test_the_check_of_a_file_says_what_the_launcher_and_the_plugin_do(tmp_path, monkeypatch, said, codes, outcome):
-    path = tmp_path / "mine.yaml"
-    lines = "".join(f"  {key}: {value}\n" for key, value in {"fsdp_version": 2, **said}.items())
-    path.write_text(f"distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config:\n{lines}")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert {finding.code for finding in LaunchConfig.check_file(path)} == codes
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "script.py"]))
-    for name, value in launcher.prepare_multi_gpu_env(args).items():
-        if name in VARIABLES:
-            monkeypatch.setenv(name, value)
-    assert os.environ["FSDP_VERSION"] == "2"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        if outcome is None:
-            assert FSDPPlugin().fsdp_version == 2
-        else:
-            with pytest.raises(outcome):
-                FSDPPlugin()
 
 
 # ---- TrainingArguments ----
@@ -453,10 +364,3 @@ def test_another_version_and_a_config_for_gpus_on_a_machine_without_are_refused(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match=r"is for GPUs.*finds none.*\(CUDA_VISIBLE_DEVICES is not set\)"):
         state._check_gpus(cpu=False)
-    state._check_gpus(cpu=True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    state._check_gpus(cpu=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.delenv("ACCELERATE_DYNAMO_USE_FULLGRAPH")
-    state._check_gpus(cpu=False)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

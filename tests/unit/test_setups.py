@@ -6,24 +6,25 @@ import re
 import runpy
 import shlex
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
-from hf_fsdp_tools import FSDPPlugin, LaunchConfig, TrainingSetup
-from hf_fsdp_tools.scripting import arguments, running, setups
+import math
+
+import pytest
+import yaml
+
+from hf_fsdp_tools import LaunchConfig, TrainingSetup
+from hf_fsdp_tools.scripting import arguments
 from tests._dist import imitate_gpus
-from tests.api import RECIPES, named_config, recipes, setup_of, show_bytes
+from tests.api import RECIPES, named_config, recipes, setup_of
 from tests.unit.test_cli import run
-from tests.unit.test_shipped_configs import FOLDER, MODELS, SHIPPED, header
 
 
 @pytest.fixture(autouse=True)
@@ -137,22 +138,6 @@ def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str
     return replace(setup, loss="chunked")
 
 
-def test_the_table_of_recipes_says_what_they_do():
-    """Rows per example by TRL's own collators, the class of the model by the recipe's code, a reference by TRL's."""
-    from trl.trainer.dpo_trainer import DataCollatorForPreference as OfPreferences
-    from trl.trainer.reward_trainer import DataCollatorForPreference as OfRewards
-
-    pair = {"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [3, 4]}
-    ids = {"dpo": OfPreferences(pad_token_id=0)([pair]), "reward": OfRewards(pad_token_id=0)([pair])}
-    rows = {recipe: len(batch["input_ids"]) for recipe, batch in ids.items()}
-    assert {recipe: own.rows for recipe, own in RECIPES.items() if own.rows > 1} == {**rows, "embed": 2}
-    assert set(RECIPES) == {name.replace("_", "-") for name in recipes()}
-    for name, path in recipes().items():
-        used = set(re.findall(r"auto_class ?= ?(AutoModel\w*)", path.read_text())) - {"AutoModel"}
-        own = RECIPES[name.replace("_", "-")].auto_class
-        assert (used or {None}) == {own} or name == "embed", name
-
-
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "accelerate-loop"])
 def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, capsys, monkeypatch, tmp_path):
     """That of the table, which `hf-fsdp config` writes too; also said in the help."""
@@ -171,33 +156,16 @@ def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, ca
     assert "--streams_are_shares" not in said
 
 
-def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeypatch):
-    """On a GPU: as `hf-fsdp estimate` says it of the same launch config and options, else why it cannot."""
-    words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--max_length", "512", "--use_peft"]
-    _, training, model_args = parsed("dpo", words, monkeypatch, 1)
-    plugin = FSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
-    known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
-    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
-    state = SimpleNamespace(fsdp_plugin=FSDPPlugin(cpu_offload=True))
-    offloading = SimpleNamespace(**{**vars(gpu), "state": state})
-    monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
-    monkeypatch.setattr(running, "_recipe", "dpo")
-    running._say_estimate(model_args, training, gpu)
-    said = capsys.readouterr().out
-    options = "--gpu h100-80gb --num-processes 4 --max-length 512 --lora-r 16 --lora-dropout 0.05 --recipe dpo --json"
-    options += " --activation-checkpointing --activation-checkpointing-every-n-layers 2 --num-machines 1"
-    options += f" --per-device-train-batch-size {training.per_device_train_batch_size}"
-    options += " --lora-target-modules q_proj,v_proj"
-    memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
-    assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
-    machine = json.loads(json.dumps(setups.machine_of(gpu)))
-    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload_params"]
-    model_args.use_dora = True
-    running._say_estimate(model_args, training, gpu)
-    assert "no estimate of the peak: what --use_dora True takes is not estimated" in capsys.readouterr().out
-    running._say_estimate(model_args, training, SimpleNamespace(**{**vars(gpu), "device": torch.device("cpu")}))
-    assert not capsys.readouterr().out
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "accelerate_configs"
+SHIPPED = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "here")
+"""Without the file that a reader of the documents writes."""
+MODELS = sorted((FOLDER / "models").glob("*.run.yaml"))
+
+
+def header(path: Path) -> dict[str, str]:
+    lines = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+    return dict(re.split(r": |  +", line, maxsplit=1) for line in lines if re.search(r": |  ", line.strip()))
 
 
 FILES = [path for path in SHIPPED if path.stem != "cpu"]
@@ -219,27 +187,25 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
 
 
-def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch, patch_inner):
-    """A recipe's by the recipe; of `config` what would be searched for."""
-    monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
-    from models import CONFIGS
-
-    CONFIGS["Qwen3-8B"].save_pretrained(tmp_path / "Qwen/Qwen3-8B")
-    monkeypatch.chdir(tmp_path)
-    rows = re.findall(r"^\| .* \| (`hf-fsdp .*) \|$", (FOLDER.parent / "README.md").read_text(), re.MULTILINE)
-    commands = [words.split() for row in rows for words in re.findall(r"`hf-fsdp ([^`]+)`", row)]
-    started: list[list[str]] = []
-    searched: list[tuple[Any, ...]] = []
-    patch_inner(_run=lambda words: started.append(words) or 0)
-    search = lambda *words, **fixed: searched.append(words) or 1 / 0  # noqa: E731
-    patch_inner(recommend_config=search)
-    imitate_gpus(monkeypatch, 8)
-    for words in commands:
-        with pytest.raises(ZeroDivisionError) if words[:2] == ["config", "Qwen/Qwen3-8B"] else nullcontext():
-            assert run(capsys, *words)[0] == 0, words
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_file_says_how_it_is_made_and_started_and_means_what_it_says(path: Path, monkeypatch: Any) -> None:
     imitate_gpus(monkeypatch, 0)
-    assert [words[0] for words in commands] == ["finetune", "finetune", "finetune", "config", "config"]
-    assert [(setup.num_processes, setup.gpus_per_node, setup.max_length) for _, setup in searched] == [(16, 8, 4096)]
-    eight = started[-1][started[-1].index("--config_file") + 1 :]  # one GPU's is of the recipe's table
-    setup, said = run_by(Path(eight[0]), "finetune", eight[2:], monkeypatch, "h100-80gb"), told(Path(eight[0]))
-    assert (setup.max_length, setup.words) == (said["max_length"], said["words"])
+    comment, data = header(path), yaml.safe_load(path.read_text())
+    assert comment["Generated by"].endswith(f"--output accelerate_configs/{path.name}")
+    assert f"--config_file accelerate_configs/{path.name} " in comment["Start it with"]
+    assert data["fsdp_config"]["fsdp_version"] == 2 and not data["fsdp_config"]["fsdp_offload_params"]
+    assert not [each for each in LaunchConfig.check_file(path) if each.severity == "error"]
+    if path.stem != "cpu":
+        assert data["num_processes"] == math.prod(int(number) for number in path.stem.split("x")[:-1])
+        assert re.search(r"\d GB of \d+\.\d GB per GPU", comment["memory"]) and "tokens/s per GPU" in comment["speed"]
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("1x24gb", marks=pytest.mark.nightly)])
+def test_what_is_shipped_is_what_is_made_today(name: str, monkeypatch: Any, capsys: Any) -> None:
+    """By the script that writes the files, which prints how they differ; of one searched file and the simplest."""
+    imitate_gpus(monkeypatch, 0)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    monkeypatch.setattr(sys, "argv", ["make_configs.py", "--check", name])
+    from make_configs import main as make_configs
+
+    assert (make_configs(), capsys.readouterr().out) == (0, "1 files, 0 different\n")

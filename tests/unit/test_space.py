@@ -1,10 +1,7 @@
 """The page for people who do not install: its answers, and a click on it in a browser."""
 
-import importlib.util
 import json
-import shutil
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -13,8 +10,6 @@ import pytest
 from tests._checkpoints import make_model
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "space"
-ASKED = ("h100-80gb", "8", "64", "1", "LoRA", True)
-HAS_BROWSER = all(map(importlib.util.find_spec, ("gradio", "selenium"))) and shutil.which("chromedriver") is not None
 
 
 @pytest.fixture
@@ -49,8 +44,6 @@ def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
         ("", '{"hidden_size": 64}', "8", '### This config.json has no "model_type"'),
         ("", "{", "8", "### This is no config.json: "),
         ("me and you", "", "8", "### Give a model's name on the hub"),
-        ("..", "", "8", "### Give a model's name on the hub"),
-        ("here", "", "8", "### Give a model's name on the hub"),
         ("", "[" * 100_000, "8", "### This is no config.json: "),
         (
             "",
@@ -58,11 +51,6 @@ def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
             "8",
             "### This config.json has 1,000,000,000, which",
         ),
-        ("", '{"model_type": "llama", "num_hidden_layers": 10000}', "8", "### This page takes models of up to 200 num"),
-        ("", '{"model_type": "llama", "hidden_size": "a"}', "8", "### "),
-        (None, "", "8", "### "),
-        ("me/it", "", "9" * 4000, "### GPUs: '999"),
-        ("me/it", "", None, "### GPUs: None is no whole number"),
         ("me/it", "", "eight", "### GPUs: 'eight' is no whole number above 0."),
     ],
 )
@@ -77,26 +65,3 @@ def test_a_mistake_is_one_line(app, monkeypatch, tmp_path, model: str, config: s
 def test_the_requirements_name_the_wheel_of_this_version() -> None:
     version = metadata.version("hf-fsdp-tools")
     assert f"hf_fsdp_tools-{version}-py3-none-any.whl" in (FOLDER / "requirements.txt").read_text()
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not HAS_BROWSER, reason="gradio, selenium or chromedriver is not installed")
-def test_a_click_shows_the_answer_in_a_browser(app, config: str, tmp_path: Path) -> None:
-    from selenium import webdriver
-    from selenium.webdriver.common.by import By
-
-    _, url, _ = app.page().launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
-    options = webdriver.ChromeOptions()
-    for word in ("--headless=new", "--no-sandbox", "--window-size=1200,1100"):
-        options.add_argument(word)
-    with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
-        browser.implicitly_wait(30)
-        browser.get(url)
-        browser.find_element(By.CSS_SELECTOR, "textarea[placeholder='{ … }']").send_keys(config)
-        browser.find_element(By.XPATH, "//button[text()='Estimate']").click()
-        body = browser.find_element(By.TAG_NAME, "body")
-        until = time.monotonic() + 60
-        while "are spare" not in body.text and time.monotonic() < until:
-            time.sleep(0.2)
-        browser.save_screenshot(tmp_path / "page.png")
-        assert "tokens/s on each GPU" in body.text and "hf-fsdp config config.json" in body.text

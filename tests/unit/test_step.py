@@ -1,10 +1,8 @@
 """A step that is composed takes, byte by byte, what a step of FSDP2 takes: real ones run on the CPU, as one rank of a
 process group whose collectives do nothing."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,10 +16,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
-from hf_fsdp_tools import ConfigError, Muon, TrainingSetup
+from hf_fsdp_tools import ConfigError, TrainingSetup
 from hf_fsdp_tools.foresight.fsdp2.step import OPTIMIZERS, Step, optimizer_step
-from hf_fsdp_tools.steps import WrapPlan, build_meta_model, make_wrap_plan
-from tests._checkpoints import make_model
+from hf_fsdp_tools.steps import WrapPlan, build_meta_model
 from tests.api import (
     DTYPES,
     MUON,
@@ -40,12 +37,9 @@ from tests.api import (
     allocate,
     apply_sharding,
     build,
-    casts_of_weights,
     check_kind,
     checkpoint_activations,
     compose,
-    hooks_of_casts,
-    install,
     trace_model,
 )
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
@@ -81,22 +75,16 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     if setup.activation_checkpointing:
         checkpoint_activations(model, setup.recompute)
     model.config.use_cache = False
-    if setup.wrapping == "none":
-        modules = dict(model.named_modules())
-        units = [modules[name] for unit in plan.units for name in sorted(unit.modules)]
-        casts = [*casts_of_weights(model, units, setup)]
-        install(model, [*casts, *hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=())])
-    else:
-        shape = (setup.dp_replicate_size, setup.dp_shard_size)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-        sharding = Sharding(
-            plan=plan,
-            axes=Axes(shards=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"]),
-            mp_policy=MixedPrecisionPolicy(DTYPES[setup.mixed_precision], DTYPES[setup.reduce_dtype]),
-            offload_policy=OffloadPolicy(),
-            activation_checkpointing=setup.recompute,
-        )
-        apply_sharding(model, sharding)
+    shape = (setup.dp_replicate_size, setup.dp_shard_size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    sharding = Sharding(
+        plan=plan,
+        axes=Axes(shards=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"]),
+        mp_policy=MixedPrecisionPolicy(DTYPES[setup.mixed_precision], DTYPES[setup.reduce_dtype]),
+        offload_policy=OffloadPolicy(),
+        activation_checkpointing=setup.recompute,
+    )
+    apply_sharding(model, sharding)
     allocate(model, device=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
     ids = torch.ones(setup.per_device_train_batch_size, setup.max_length, dtype=torch.long)
@@ -104,8 +92,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
 
     def step() -> None:
         for left in reversed(range(setup.gradient_accumulation_steps)):
-            if setup.wrapping != "none":
-                model.set_requires_gradient_sync(setup.sync_each_batch or not left)
+            model.set_requires_gradient_sync(setup.sync_each_batch or not left)
             model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,57 +119,32 @@ OF_FSDP = ("gathered parameters", "gather buffers", "whole gradients", "reduce b
 LATE = dict(gradient_accumulation_steps=3, sync_each_batch=False)
 STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixed precision": (llama(), {}),
-    "tied, accumulation": (llama(tie_word_embeddings=True), dict(gradient_accumulation_steps=2)),
     "accumulation of whole gradients": (llama(), LATE),
-    "accumulation in the dtype of computation": (llama(), dict(reduce_dtype="bf16", **LATE)),
     "HSDP, shards in bf16": (llama(), dict(num_processes=8, dp_replicate_size=2, master_dtype="bf16")),
     "one rank": (llama(), dict(num_processes=1)),
     "one rank, tied, checkpointing, accumulation": (
         llama(tie_word_embeddings=True),
         dict(num_processes=1, activation_checkpointing=True, gradient_accumulation_steps=2),
     ),
-    "without FSDP, every second block": (
-        llama(),
-        dict(
-            num_processes=1,
-            wrapping="none",
-            activation_checkpointing=True,
-            activation_checkpointing_every_n_layers=2,
-        ),
-    ),
-    "full precision, kept": (llama(), dict(mixed_precision="fp32", reshard_after_forward=False)),
     "checkpointing": (llama(), dict(activation_checkpointing=True)),
     "experts split along their rows": (mixtral(), dict(num_processes=8)),
 }
 
 
-NIGHTLY = (
-    "accumulation in the dtype of computation",
-    "full precision, kept",
-    "tied, accumulation",
-    "without FSDP, every second block",
-)
-
-
 STATES = {
     "checkpointing": 1,
     "one rank, tied, checkpointing, accumulation": 3,
-    "without FSDP, every second block": 2,
 }
 """Blocks whose random state of 5,056 bytes is kept at the peak: CPU checkpointing keeps it until they recompute."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in STEPS]
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     config, fields = STEPS[name]
     setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})
     model, plan = build(config, setup)
     step = compose(trace_model(model, plan, setup, device="cpu"), plan, setup)
     most, after = memory_of(step.events)
-    if not setup.reshard_after_forward:
-        plan = replace(plan, units=tuple(replace(unit, reshard_after_forward=False) for unit in plan.units))
     # oneDNN takes scratch memory for products in bf16, which no GPU does
     with group(setup.num_processes), torch.backends.mkldnn.flags(enabled=False):
         real = real_step(config, plan, setup)
@@ -234,35 +196,9 @@ PLAN = WrapPlan(
 )
 
 
-def taken(step: Step) -> list[tuple[int, str, str]]:
-    return [(event.num_bytes, event.kind, event.stream) for event in step.events if isinstance(event, Alloc)]
-
-
-def held(step: Step) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for alloc in step.resident:
-        sums[alloc.kind] += alloc.num_bytes
-    return sums
-
-
 def works(step: Step, *operations: str) -> list[tuple[str, float, str, str]]:
     found = (event for event in step.events if isinstance(event, Work) and event.operation in operations)
     return [(event.operation, event.num_bytes, event.unit, event.stream) for event in found]
-
-
-def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
-    step = compose(hand_made(), PLAN, TrainingSetup(num_processes=3, optimizer="sgd", max_grad_norm=None))
-    root, block = 2 * 3 * 334, 2 * 3 * 667  # bytes of bf16, a multiple of three
-    assert works(step, "all_gather", "reduce_scatter") == [
-        ("all_gather", root, "", "all_gather"),
-        ("all_gather", block, "b", "all_gather"),
-        ("all_gather", block, "b", "all_gather"),
-        ("reduce_scatter", 2 * block, "b", "reduce_scatter"),
-        ("reduce_scatter", 2 * root, "", "reduce_scatter"),
-    ]
-    assert held(step) == {"parameters": 4 * (334 + 667)}
-    gradients = [each for each in taken(step) if each[1] == "gradients"]
-    assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
 
 
 def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
@@ -279,50 +215,6 @@ def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:
     assert step.host_bytes == (4 * 4 + 2) * 1500, "shard, gradient and two states of fp32, and a copy in bf16"
     on_cpu = [event for event in step.events[step.optimizer_at :] if isinstance(event, Work)]
     assert [(event.stream, event.phase) for event in on_cpu] == [("offload", "clip"), ("offload", "optimizer")]
-
-
-def test_a_thread_adds_gradients_of_micro_steps_up_where_shards_are_offloaded() -> None:
-    step = compose(
-        hand_made(), PLAN, TrainingSetup(num_processes=2, offload_params=True, gradient_accumulation_steps=2)
-    )
-    events = [event for event in step.events[: step.optimizer_at] if isinstance(event, Work)]
-    sums = [event.num_bytes for event in events if event.stream == "offload"]
-    assert sums == [3 * 4 * 1000, 3 * 4 * 500], "of the second micro-step"
-
-
-def test_units_of_one_offloaded_rank_are_sent_one_ahead_and_lie_where_they_are_sent_to() -> None:
-    """The block is sent while the root computes; nothing is copied on the device."""
-    step = compose(hand_made(), PLAN, TrainingSetup(offload_params=True))
-    sent = works(step, "host_to_device")
-    assert sent == [
-        ("host_to_device", 2 * size, unit, "copy_in") for size, unit in ((1000, ""), (2000, "b"), (2000, "b"))
-    ]
-    begun = step.events.index(Mark("before_forward", "b"))
-    assert [event.unit for event in step.events[:begun] if isinstance(event, Work)] == ["", "b"]
-    assert held(step) == {} and memory_of(step.events)[1] == 0
-
-
-def test_without_fsdp_every_rank_holds_all_and_buckets_are_reduced() -> None:
-    fields: dict[str, Any] = dict(wrapping="none", optimizer="sgd", max_grad_norm=None)
-    trace = hand_made(is_whole=True, dtype=torch.float32)
-    step = compose(trace, PLAN, TrainingSetup(num_processes=4, **fields))
-    assert held(step) == {"parameters": 4 * 3000, "gradients": 4 * 3000}  # the gradients are views of the buckets
-    assert works(step, "all_reduce") == [("all_reduce", 4 * 3000, "", "all_reduce")]
-    alone = compose(trace, PLAN, TrainingSetup(num_processes=1, gradient_accumulation_steps=2, **fields))
-    assert held(alone) == {"parameters": 4 * 3000}
-    assert works(alone, "all_reduce") == [] and memory_of(alone.events)[1] == 0
-    added = [event.num_bytes for event in alone.events if isinstance(event, Work) and event.phase == "backward"]
-    assert added == [3 * 4 * 2000, 3 * 4 * 1000], "the gradients of the second micro-step, to those of the first"
-
-
-def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
-    plan = replace(PLAN, units=(PLAN.units[1],), replicated=("b.weight",))
-    trace = hand_made()
-    trace = replace(trace, parameters=(trace.parameters[0], replace(trace.parameters[1], is_whole=True)))
-    setup = TrainingSetup(num_processes=2, optimizer="sgd", max_grad_norm=None, gradient_accumulation_steps=2)
-    step = compose(trace, plan, setup)
-    assert works(step, "all_reduce") == [("all_reduce", 2 * 2000, "", "compute")] * 2
-    assert memory_of(step.events)[1] == 0
 
 
 # ---- the optimizer -----------------------------------------------------------------------------------------------
@@ -373,37 +265,6 @@ def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, sta
     assert now == 0 and temporary <= most <= 1.1 * temporary + 100
     if optimizer in MAKE:
         assert (sorted(made), moved(writer.events)) == real_optimizer(MAKE[optimizer], updated)
-
-
-def test_an_optimizer_of_8_bits_has_a_scale_per_block_and_a_table() -> None:
-    updated = [TensorSize(shape=(64, 128), dtype=torch.bfloat16), TensorSize(shape=(256,), dtype=torch.bfloat16)]
-    state = optimizer_step(EventWriter(), updated, TrainingSetup(optimizer="adamw_8bit", max_grad_norm=None))
-    assert state == [8192, 128, 1024, 8192, 128, 1024, 512, 512]
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_muon_has_the_state_the_operations_and_the_exchanges_of_its_matrices(ranks: int) -> None:
-    """Those that the optimizer itself counts, for a model whose experts are stacks."""
-    model = make_model("mixtral")
-    plan, setup = (
-        make_wrap_plan(model),
-        TrainingSetup(num_processes=ranks, max_length=8, per_device_train_batch_size=1, mixed_precision="fp32"),
-    )
-    trace = trace_model(model, plan, replace(setup, loss="full"))
-    matrices = {each.fqn: each for each in trace.parameters if each.matrices is not None}
-    own = Muon(model)
-    assert tuple(matrices) == own.matrices.matrices
-    step = compose(trace, plan, replace(setup, optimizer="muon"))
-    extra = [event for event in step.events if type(event) is Work and event.phase == "optimizer" and event.flops]
-    assert sum(event.flops for event in extra) * ranks == pytest.approx(sum(own.ownership().flops))
-    sent = [event for event in step.events if type(event) is Work and event.operation == "all_to_all"]
-    assert len(sent) == (2 if ranks > 1 else 0)
-    moved = sum(each.numel for each in matrices.values() if len(each.shape) == 2 or ranks == 1)  # four experts stay
-    assert sum(event.num_bytes for event in sent) * ranks == (2 * 2 * moved if ranks > 1 else 0)
-    kept = sum(alloc.num_bytes for alloc in step.state)
-    of_adamw = sum(alloc.num_bytes for alloc in compose(trace, plan, replace(setup, optimizer="adamw")).state)
-    assert of_adamw - kept == pytest.approx(4 * sum(each.numel for each in matrices.values()) / ranks, rel=0.02)
-    assert memory_of(step.events)[1] == 0
 
 
 def test_each_optimizer_is_an_option_of_the_trainer_that_steps_shards() -> None:

@@ -4,19 +4,15 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import yaml
-from huggingface_hub import JobHardware
-from packaging.version import Version
 
 from hf_fsdp_tools import LaunchConfig
 from tests._dist import imitate_gpus
-from tests.api import GPUS, main
+from tests.api import main
 
 FOLDER = Path(__file__).parents[2] / "accelerate_configs"
 FOUR = ["--gpu", "h100-80gb", "--num-processes", "4"]
@@ -133,32 +129,6 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     assert asked.splitlines()[:2] == ["jobs", "run"] and "--flavor\na100x4\n--timeout\n24h\n" in asked
     words = ["launch", "--config_file", "launch.yaml", "your_script.py", *OWN]
     assert inside == "\n".join([*words, path.read_text().strip()])
-
-    real = Path(sys.executable).with_name("hf")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "hf").write_text(f'#!/bin/bash\nshift 2; exec {real} jobs run --dry-run "$@"\n')
-    (tmp_path / "real" / "hf").chmod(0o755)
-    variables = {"PATH": f"{tmp_path / 'real'}:{os.environ['PATH']}", "HF_TOKEN": "none", "IMAGE": "image"}
-    done = subprocess.run(["bash", script, *OWN], env=variables, capture_output=True, text=True)
-    if Version(huggingface_hub.__version__) < Version("2.4") and "ConnectError" in done.stderr:
-        pytest.skip("a dry run of this huggingface_hub asks the hub who submits it")
-    assert done.returncode == 0 and "a100x4" in done.stdout and "not submitted" in done.stdout, done.stderr
-
-
-def test_names_of_others_are_theirs_and_one_kind_is_written_at_a_time(capsys: Any) -> None:
-    flavors = {word.partition(":")[2] for gpu in GPUS.values() for word in gpu.hf_flavors.split()}
-    assert flavors and flavors <= {each.value for each in JobHardware}
-    with pytest.raises(SystemExit):
-        main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["slurm", "skypilot", "kubernetes", "hf-jobs"])
-def test_the_launch_file_is_the_same_beside_each(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "cpu.yaml"
-    assert main(["config", "--cpu", "--num-processes", "2", f"--{kind}", "--output", str(path)]) == 0
-    assert not LaunchConfig.check_file(path) and yaml.safe_load(path.read_text())["num_processes"] == 2
-    assert len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize(

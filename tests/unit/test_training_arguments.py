@@ -5,22 +5,21 @@ A process of one rank stands for all: nothing is communicated.
 
 import warnings
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
-from hf_fsdp_tools import ConfigError, FSDPPlugin, make_accelerator
+from hf_fsdp_tools import ConfigError, FSDPPlugin, TrainerSettings, make_accelerator
 from hf_fsdp_tools.integrations import training_arguments
-from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, plugin_of
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import make_model
-from tests.api import TRAINING_KEYS, VARIABLES, default_timeout, mesh_of, sharding_of, start_state, timeout_of
+from tests._training import ShardedTrainer
+from tests.api import TRAINING_KEYS, VARIABLES, mesh_of, sharding_of, start_state
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
 
@@ -140,25 +139,6 @@ def test_what_comes_after_the_model_is_honoured_or_one_error(key, first):
     assert AcceleratorState().fsdp_plugin is asked, "what is sharded from now on has the arguments' settings"
 
 
-DIFFERENT = [key for key, case in KEYS.items() if case.late != STOPS and TRAINING_KEYS[key].fsdp2 is None]
-
-
-@pytest.mark.parametrize("key", DIFFERENT)
-def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
-    given, args = FSDPPlugin(), arguments(key)
-    said = rf"fsdp_config {key}=.* \(FSDPPlugin: "
-    with pytest.raises(ConfigError, match=said):
-        make_accelerator(args, fsdp_plugin=given)
-    make_accelerator(cpu=True, fsdp_plugin=given)
-    with pytest.raises(ConfigError, match=said):
-        agree_with_arguments(plugin_of(args), args, None)
-    forget_accelerate()
-    same = plugin_of(args)
-    same.is_explicit = True
-    if same.fsdp_version == 2:
-        assert make_accelerator(args, fsdp_plugin=same).state.fsdp_plugin is same
-
-
 def test_all_differences_are_in_one_error_and_compiled_blocks_are_not_checkpointed_late():
     model = sharded(make_accelerator(cpu=True))
     args = TrainingArguments(
@@ -180,20 +160,6 @@ def test_all_differences_are_in_one_error_and_compiled_blocks_are_not_checkpoint
         agree_with_arguments(plugin_of(args), args, model)
 
 
-def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():
-    model = sharded(make_accelerator(cpu=True, mixed_precision="bf16"))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert precision_of(arguments(), model) == "bf16"
-    assert precision_of(arguments(bf16=True), None) == "bf16"
-    forget_accelerate()
-    assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
-    forget_accelerate()
-    make_accelerator(cpu=True)
-    given = FSDPPlugin(activation_checkpointing=True)
-    assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
-    assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
-
-
 def test_a_second_accelerator_with_other_settings_is_one_error():
     make_accelerator(cpu=True)
     sizes = r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]"
@@ -205,18 +171,39 @@ def test_a_second_accelerator_with_other_settings_is_one_error():
             make_accelerator(cpu=True, **asked)
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_ddp_timeout_is_that_of_every_group_whoever_started_it(both):
-    args = arguments(ddp_timeout=25)
-    if not both:
-        make_accelerator(cpu=True)
-        assert timeout_of() == default_timeout("cpu")
-        plugin = plugin_of(args)
-        start_state(plugin, mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
-    else:
-        make_accelerator(args)
-    other = dist.new_group([0], timeout=timedelta(seconds=9))
-    assert (timeout_of(), timeout_of(other)) == (timedelta(seconds=25), timedelta(seconds=9))
-    start_state(plugin_of(args), mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
-    assert timeout_of(other) == timedelta(seconds=25)
-    assert group_options(arguments()) == {}, "the default asks for nothing: a longer limit of the script stays"
+def test_they_come_from_a_command_line_and_a_file(tmp_path, capsys):
+    parser = HfArgumentParser((TrainingArguments, TrainerSettings))
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--blocking", "false", "--checksums", "--ema_decay", "0.9"]
+    _, from_words = parser.parse_args_into_dataclasses([*words, "--report_estimate", "run.jsonl"])
+    file = tmp_path / "run.yaml"
+    file.write_text("output_dir: run\nuse_cpu: true\nblocking: false\nchecksums: true\nema_decay: 0.9\n")
+    _, from_file = parser.parse_yaml_file(str(file))
+    assert from_words == TrainerSettings(blocking=False, checksums=True, ema_decay=0.9, report_estimate="run.jsonl")
+    assert from_file == TrainerSettings(blocking=False, checksums=True, ema_decay=0.9)
+    assert all(action.help for action in parser._actions if action.dest in vars(from_file))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ema_decay": 1.0}, "ema_decay is 1; give at least 0 and less than 1"),
+        ({"ema_decay": 0.9, "ema_device": "disk"}, "ema_device is 'disk'; give cpu"),
+        ({"ema_device": "cpu"}, "ema_device needs ema_decay"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_they_are_made(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        TrainerSettings(**settings)
+
+
+def test_a_trainer_has_those_of_its_class_or_its_own_and_changes_no_others(tmp_path):
+    class Saving(ShardedTrainer):
+        fsdp_settings = TrainerSettings(checksums=True)
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    first, second = (Saving(make_model("llama"), args) for _ in range(2))
+    first.fsdp_settings.blocking = False
+    assert first.fsdp_settings == TrainerSettings(checksums=True, blocking=False)
+    assert second.fsdp_settings == Saving.fsdp_settings == TrainerSettings(checksums=True)
+    own = Saving(make_model("llama"), args, fsdp_settings=TrainerSettings(allow_nan=True))
+    assert own.fsdp_settings == TrainerSettings(allow_nan=True) and not ShardedTrainer.fsdp_settings.checksums
