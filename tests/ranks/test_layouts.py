@@ -27,8 +27,8 @@ from tests._grids import fast_and_nightly
 from tests._rounding import assert_near, with_rounding
 from tests._training import ShardedTrainer, arguments, full_gradients, logged, make_rows
 from tests.api import all_ranks, choices, local_tensor, patched
-from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, REPLICAS, apart, folder_of, prepared, rows
+from tests.ranks.test_save import files_in, save_both_ways
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
