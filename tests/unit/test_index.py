@@ -1,5 +1,6 @@
 """The index of a checkpoint: what it says of good ones, and of those that change while they are read; keys that are
-missing, unexpected or of other shapes are those that transformers reports."""
+missing, unexpected or of other shapes are those that transformers reports; which names of a training state are the
+model's, and which the adapter's."""
 
 import json
 import logging
@@ -16,18 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import save
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from hf_fsdp_tools import CheckpointError, save_pretrained
 from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading import opening
+from hf_fsdp_tools.loading.formats.dcp import is_wrapped, model_part, peft_part
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES, parse_header
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
 from tests._checkpoints import make_checkpoint, make_model, stored_tensors
 from tests.api import CheckpointIndex
-
-TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
-
 
 Damage = Callable[[Path], object]
 """What is done to a folder."""
@@ -59,30 +59,18 @@ def test_every_entry_says_where_the_bytes_are(tmp_path: Path) -> None:
     assert index.num_bytes == sum(t.num_bytes for t in index.tensors.values())
     headers = sum(8 + int.from_bytes(f.read_bytes()[:8], "little") for f in {t.file for t in index.tensors.values()})
     assert index.header_bytes == headers + (tmp_path / "model.safetensors.index.json").stat().st_size
-    assert index.dtype == torch.float32
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert CheckpointIndex.open(tmp_path).tensors == index.tensors, "shards without an index, if all are there"
 
 
-def test_every_dtype_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
+def test_every_dtype_and_empty_tensors_are_fine(tmp_path: Path) -> None:
     tensors = {str(d): torch.zeros(3, dtype=d) for d in DTYPES.values() if d != torch.float8_e8m0fnu}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors | {"e": torch.zeros(0, 3)}, file := tmp_path / "weights.safetensors")
     found = CheckpointIndex.open(tmp_path).tensors
-    assert {key: tensor.dtype for key, tensor in found.items()} == {key: t.dtype for key, t in tensors.items()}
-    save_file({"e": torch.zeros(0, 3), "x": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert CheckpointIndex.open(tmp_path).tensors["e"].num_bytes == 0
-    for name in ("model.safetensors", "weights.safetensors"):
-        save_file(TENSORS, file := tmp_path / name)
-        assert CheckpointIndex.open(tmp_path).tensors == CheckpointIndex.open(file).tensors
-        assert set(CheckpointIndex.open(tmp_path).tensors) == set(TENSORS)
-        file.unlink()
-    (tmp_path / "none.safetensors").write_bytes(stored({}))
-    assert parse_header(tmp_path / "none.safetensors") == ([], 10)
-
-
-def test_shards_without_an_index_are_opened_if_all_are_there(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    whole = CheckpointIndex.open(folder).tensors.keys()
-    (folder / "model.safetensors.index.json").unlink()
-    assert CheckpointIndex.open(folder).tensors.keys() == whole
+    assert {key: tensor.dtype for key, tensor in found.items() if key != "e"} == {
+        k: t.dtype for k, t in tensors.items()
+    }
+    assert found["e"].num_bytes == 0 and CheckpointIndex.open(file).tensors == found
 
 
 @pytest.mark.parametrize(("module", "name"), [(index_module, "parse_header"), (opening, "load_config")])
@@ -134,13 +122,6 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path)
     with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
         load_weights(fresh, index)
     assert all(parameter.is_meta for parameter in fresh.parameters())
-    load_weights(fresh, folder)
-    save({"weight": torch.zeros(2)}, checkpoint_id=tmp_path / "dcp")
-    index = CheckpointIndex.open(tmp_path / "dcp")
-    index.refuse_changed()
-    save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
-        index.refuse_changed()
 
 
 json_values = st.recursive(
@@ -251,18 +232,125 @@ def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
     )
     assert shown == tables
     info = report.loading_info()
-    assert set(json.loads(report.to_json())["missing_keys"]) == info["missing_keys"]
     assert bool(tables) == any(info.values())
     mismatched = {(key, tuple(a), tuple(b)) for key, a, b in expected["mismatched_keys"]}
     assert info == {**expected, "mismatched_keys": mismatched}
     state, values = model.state_dict(keep_vars=True), reference.state_dict()
     drawn = {id(state[key]) for key in report.initialized_keys}  # tied tensors have several keys
     assert all(id(tensor) in drawn or torch.equal(tensor, values[key]) for key, tensor in state.items())
-    # strict: whatever is reported is refused
-    again = build_meta_model(folder, auto_class=auto_class, **config)
-    if info["missing_keys"] or info["unexpected_keys"]:
-        with pytest.raises(CheckpointError, match="does not hold exactly what the model needs") as caught:
-            load_weights(again, folder, strict=True, ignore_mismatched_sizes=ignore)
-        assert all(key in str(caught.value) for key in info["missing_keys"] | info["unexpected_keys"])
-    else:
-        load_weights(again, folder, strict=True)
+
+
+# ---- names in training states ----
+
+KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")
+
+
+def named(*paths: Any) -> dict[str, str]:
+    tensors = {(path,) if isinstance(path, str) else path: path for path in paths}
+    return model_part(tensors, KEYS, "state")
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "model.", "a.b.c."])
+def test_whatever_is_around_a_model_is_taken_from_its_names(prefix: str) -> None:
+    assert named(*(prefix + key for key in KEYS)).keys() == set(KEYS)
+    assert named(*(("job", prefix + key) for key in KEYS), "step", "optim.exp_avg").keys() == set(KEYS)
+
+
+def test_what_the_model_does_not_know_stays_and_names_of_a_file_are_the_hubs() -> None:
+    assert named(*(f"net.{key}" for key in KEYS), "net.extra.bias", "v_head.bias").keys() == {
+        *KEYS, "extra.bias", "v_head.bias",
+    }  # fmt: skip
+    bare = [key.removeprefix("model.") for key in KEYS[:3]]
+    assert named(*bare).keys() == set(bare), "transformers adds the prefix"
+    own = ["module.a.weight", "module.b.weight"]
+    assert model_part({(key,): key for key in own}, own, "state").keys() == set(own), "a model's own name"
+    both = ("embed.weight", "model.embed.weight", "model.layers.0.norm.weight")
+    assert model_part({(key,): key for key in both}, bare, "state").keys() == set(both), "no two become one"
+    for names in ("model.layers._orig_mod.a", "module.a module.b", "base_model.model.a", "pretrained_model.a v_head.b"):
+        assert is_wrapped(names.split()) is True, names
+    for names in ("module.a b", "model.q.base_layer.weight model.q.lora_A.speech.weight", ""):
+        assert is_wrapped(names.split()) is False, names
+
+
+BASE, ADAPTER = ("base_model.model.model.", "base_model.model.")
+
+
+def split(*names: str) -> tuple[set[str], set[str]] | None:
+    both = peft_part({("model", name): name for name in names}, lambda: ("lora_",))
+    return None if both is None else ({path[-1] for path in both[0]}, set(both[1]))
+
+
+def test_base_and_adapter_are_told_apart_by_the_wrappers_of_peft() -> None:
+    norm, tail = f"{BASE}layers.0.norm.weight", f"{ADAPTER}lm_head"
+    query, experts = f"{BASE}layers.0.q_proj", f"{BASE}layers.0.experts"
+    bases = {
+        norm, f"{query}.base_layer.weight", f"{query}.base_layer.bias", f"{experts}.base_layer.base_layer.gate",
+        f"{tail}.original_module.weight", f"{BASE}embed.token_adapter.base_layer.weight",
+    }  # fmt: skip
+    added = {
+        f"{query}.lora_A.default.weight", f"{query}.lora_magnitude_vector.default.weight",
+        f"{experts}.lora_A.default.weight", f"{experts}.base_layer.lora_A.default.weight",
+        f"{tail}.modules_to_save.default.weight", f"{BASE}embed.token_adapter.trainable_tokens_delta.default",
+        "base_model.vera_A.default",
+    }  # fmt: skip
+    assert split(*bases, *added) == (bases, added)
+    own = named(*bases, *added)
+    assert {"model.layers.0.norm.weight", "model.layers.0.experts.gate", "lm_head.weight"} <= own.keys()
+    alone = {f"{query}.lora_A.weight", f"{tail}.weight", f"{BASE}embed.base_layer.weight"}
+    assert split(*(f"_orig_mod.module.{name}" for name in alone)) is not None
+    assert split(*alone) == (set(), alone), "an adapter of an embedding is saved with its base"
+    assert split(f"{tail}.weight") == (set(), {f"{tail}.weight"})
+    assert split("model.norm.weight", "model.q.base_layer.weight") is None
+    prompts = {"prompt_encoder.default.embedding.weight"}
+    assert split(*prompts, "base_model.model.embed.weight") == ({"base_model.model.embed.weight"}, prompts)
+
+
+def write_parts(folder: Path, parts: dict[str, dict[str, torch.Tensor]], starts: Any) -> Path:
+    folder.mkdir()
+    for name, tensors in parts.items():
+        said = starts[name] if isinstance(starts.get(name), str) else json.dumps(starts.get(name, {}))
+        save_file(tensors, folder / f"shard-{name}.safetensors", metadata={"DCP_SHARDING_INFO": said})
+    return folder
+
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+TWO = {"1": {"w": WHOLE[:, :4].contiguous()}, "2": {"w": WHOLE[:, 4:].contiguous()}}
+STARTS = {"1": {"w": {"saved_offsets": [0, 0]}}, "2": {"w": {"saved_offsets": [0, 4]}}}
+
+
+def test_parts_are_one_tensor_and_what_one_process_writes_is_a_plain_file(tmp_path: Path) -> None:
+    index = CheckpointIndex.open(write_parts(tmp_path / "x", TWO, STARTS))
+    tensor = index.tensors["w"]
+    assert tensor.shape == (4, 6) and index.num_bytes == WHOLE.numel() * 4
+    made = torch.zeros(4, 6)
+    for piece in tensor.pieces():
+        stored = index.source(piece.source)
+        raw = stored.file.read_bytes()[stored.offset : stored.offset + stored.num_bytes]
+        part = tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.length, strict=True))
+        made[part] = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(piece.box.length)
+    assert torch.equal(made, WHOLE)
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save({"w": WHOLE, "s": torch.tensor(3)}, storage_writer=writer, no_dist=True)
+    tensors = CheckpointIndex.open(tmp_path).tensors
+    assert {key: tensor.shape for key, tensor in tensors.items()} == {"w": (4, 6), "s": ()}
+    assert all(hasattr(tensor, "offset") for tensor in tensors.values())
+
+
+BAD_PARTS: dict[str, tuple[Any, Any, str]] = {
+    "no json": (TWO, STARTS | {"1": "{"}, "shard-1.safetensors: is not valid JSON"),
+    "no offsets": (TWO, STARTS | {"1": {"w": {}}}, r"'w': DCP_SHARDING_INFO is .*expected saved_offsets for \[4, 4\]"),
+    "a hole": (TWO, STARTS | {"2": {"w": {"saved_offsets": [0, 5]}}}, "leave something out or overlap"),
+    "two dtypes": (
+        TWO | {"2": {"w": TWO["2"]["w"].half()}},
+        STARTS,
+        r"do not belong together: float32 \[4, 4\] in shard-1\.safetensors, float16 .*several saves",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARTS)
+def test_bad_parts_are_one_error(tmp_path: Path, name: str) -> None:
+    parts, starts, said = BAD_PARTS[name]
+    with pytest.raises(CheckpointError, match=said) as caught:
+        CheckpointIndex.open(write_parts(tmp_path / "x", parts, starts))
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers import core_model_loading as ops
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools import CheckpointError, save_pretrained
 from hf_fsdp_tools.steps import build_meta_model, load_weights
@@ -27,35 +24,14 @@ from tests.api import (
     Box,
     CheckpointIndex,
     LoadMap,
-    Piece,
     PieceTensor,
     Stored,
     View,
     local_boxes,
     map_loading,
     persistent_tensors,
-    slice_piece,
     slice_view,
 )
-from tests.ranks.test_save import Doubled
-
-shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
-
-
-@given(shape=shapes, ranks=st.integers(1, 6), data=st.data())
-def test_a_shard_is_what_torch_chunk_gives(shape: list[int], ranks: int, data: st.DataObject) -> None:
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    tensor = torch.arange(math.prod(shape)).reshape(shape)
-    chunks = list(torch.chunk(tensor, ranks, dim))
-    for rank in range(ranks):
-        boxes = local_boxes(shape, [Shard(dim)], [ranks], [rank])
-        if rank >= len(chunks) or not chunks[rank].numel():
-            assert boxes == ()
-            continue
-        ((box, start),) = boxes
-        assert set(start) == {0}
-        held = tensor[box.slices]
-        assert torch.equal(held, chunks[rank])
 
 
 @given(rows=st.integers(1, 24), outer=st.integers(1, 4), inner=st.integers(1, 4), last=st.booleans())
@@ -114,29 +90,6 @@ def test_the_part_of_a_view_in_a_box_is_found(tensors: tuple[torch.Tensor, torch
         assert torch.equal(inside.as_strided(local.length, local.strides, local.offset), wanted)
         found += wanted.flatten().tolist()
     assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
-
-
-@settings(max_examples=150)
-@given(tensors=strided_views(), data=st.data())
-def test_the_part_of_a_piece_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
-    """Pieces and boxes that meet, that touch, that lie apart, and boxes with nothing in them."""
-    base, tensor = tensors
-    places = st.tuples(*[st.integers(0, 6)] * tensor.dim())
-    box = Box(start=data.draw(places), length=data.draw(places))
-    view = View(offset=tensor.storage_offset(), length=tuple(tensor.shape), strides=tensor.stride())
-    at = data.draw(places)
-    piece = Piece(box=Box(start=at, length=view.length), source="w", view=view)
-    whole = torch.full([s + n for s, n in zip(at, view.length, strict=True)], -1)  # what the piece is a part of
-    whole[tuple(slice(s, s + n) for s, n in zip(at, view.length, strict=True))] = tensor
-    wanted = whole[box.slices]
-    found = slice_piece(piece, box)
-    if found is None:
-        assert (wanted == -1).all()
-        return
-    assert found.source == "w" and found.box.length == found.view.length
-    place = found.box.slices
-    part = base.as_strided(found.view.length, found.view.strides, found.view.offset)
-    assert torch.equal(part, whole[place]) and part.numel() == int((wanted != -1).sum()) > 0
 
 
 # fmt: off
@@ -226,43 +179,6 @@ def test_an_operation_that_computes_is_opaque_and_one_that_fails_is_one_error(tm
         loading_map(make_model("mixtral"), tensors)
 
 
-OPERATIONS: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]], list[str]]] = {
-    "Chunk": (ops.Chunk(dim=0), {"qkv": [(12, 5)]}, ["q", "k", "v"]),
-    "Chunk columns": (ops.Chunk(dim=1), {"gate_up": [(4, 10)]}, ["gate", "up"]),
-    "Concatenate": (ops.Concatenate(dim=1), {"gate": [(4, 5)], "up": [(4, 3)]}, ["gate_up"]),
-    "Interleave": (ops.Interleave(dim=0), {"w": [(8, 3)]}, ["w"]),
-    "Interleave inverse": (ops.Interleave(dim=1, inverse=True), {"w": [(3, 8)]}, ["w"]),
-    "MergeModulelist": (ops.MergeModulelist(dim=0), {"experts.*.w": [(3, 5)] * 4}, ["experts.w"]),
-    "SplitModulelist": (ops.SplitModulelist(dim=0), {"experts.w": [(4, 3, 5)]}, ["experts.*.w"]),
-    "Transpose": (ops.Transpose(1, 2), {"w": [(4, 3, 5)]}, ["w"]),
-    "Conv3dToLinear": (ops.Conv3dToLinear(3, (2, 2, 2)), {"w": [(5, 3, 2, 2, 2)]}, ["w"]),
-    "LinearToConv3d": (ops.LinearToConv3d(3, (2, 2, 2)), {"w": [(5, 24)]}, ["w"]),
-    "PermuteForRope": (ops.PermuteForRope(), {"w": [(16, 3)]}, ["w"]),
-    "ErnieFuse": (ops.ErnieFuseAndSplitTextVisionExperts(), {"g": [(3, 5)] * 4, "u": [(3, 5)] * 4}, ["text", "vision"]),
-    "ErnieSplit": (ops.ErnieSplitAndDecoupleTextVisionExperts(), {"t": [(2, 6, 5)], "v": [(2, 6, 5)]}, ["g.*", "u.*"]),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_of_transformers_is_followed(name: str) -> None:
-    operation, sources, targets = OPERATIONS[name]
-    config: Any = SimpleNamespace(num_attention_heads=4)
-    real: dict[str, list[torch.Tensor]] = {k: [torch.randn(s) for s in v] for k, v in sources.items()}
-    named = {f"{k}/{i}": t for k, v in real.items() for i, t in enumerate(v)}
-    t = torch.float32
-    symbols = {k: [PieceTensor.named(f"{k}/{i}", s, t) for i, s in enumerate(v)] for k, v in sources.items()}
-    if "permute_layer_names" in vars(operation) and operation.permute_layer_names is None:
-        operation.permute_layer_names = ["w"]  # required before transformers 5.20
-    arguments = {"source_patterns": list(sources), "target_patterns": targets, "config": config}
-    expected = operation.convert({k: list(v) for k, v in real.items()}, **arguments)
-    found = operation.convert(symbols, **arguments)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        whole = tensor[0] if isinstance(tensor, list) else tensor
-        symbol = found[key][0] if isinstance(found[key], list) else found[key]
-        assert torch.equal(filled(symbol, named), whole), key
-
-
 def model_class(config: Any) -> type[transformers.PreTrainedModel]:
     """The class that a user would load: with a head where transformers has one."""
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
@@ -303,34 +219,3 @@ def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, t
     theirs, ours_ = stored_tensors(tmp_path / "theirs"), stored_tensors(tmp_path / "ours")
     assert theirs.keys() == ours_.keys()
     assert all(torch.equal(ours_[k], t) and ours_[k].dtype == t.dtype for k, t in theirs.items())
-
-
-class PickedByValue(Doubled):
-    """A conversion that looks at values, which a tensor without data does not have."""
-
-    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
-        tensor = next(iter(input_dict.values()))[0]
-        return {target_patterns[0]: tensor if tensor.sum().item() > 1e9 else tensor * self.factor}
-
-
-@pytest.fixture
-def computing_conversion(request: pytest.FixtureRequest) -> Any:
-    """Llama's down projections stored by a conversion that computes, for the length of a test."""
-    converter = ops.WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[request.param()])
-    register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
-    yield
-    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
-
-
-@pytest.mark.parametrize("computing_conversion", [Doubled, PickedByValue], indirect=True)
-def test_a_conversion_that_computes_is_run_whole_and_counted(computing_conversion: None, tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path / "stored")
-    cls = type(make_model("llama"))
-    reference = cls.from_pretrained(folder)
-    model = build_meta_model(folder, auto_class=cls)
-    report = load_weights(model, folder)
-    key = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(model.state_dict()[key], reference.state_dict()[key])
-    stored = CheckpointIndex.open(folder).tensors
-    assert report.converted_bytes == sum(t.num_bytes for k, t in stored.items() if "down_proj" in k)
-    assert "read whole" in str(report)

@@ -1,24 +1,27 @@
-"""Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
+"""Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other; and
+storage that does not answer is named."""
 
 import json
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from contextvars import copy_context
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_tools import CheckpointError, RanksError, rank_timeout
-from hf_fsdp_tools.distributed import liveness, rounds
-from tests.api import Box, Lookout, Rounds, StoreClient, agreed, rounds_of_thread, wait_for_all_ranks
+from hf_fsdp_tools import RanksError, rank_timeout
+from hf_fsdp_tools.distributed import liveness, rounds, storage
+from tests.api import Box, Lookout, Rounds, rounds_of_thread, wait_for_all_ranks
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -142,20 +145,6 @@ def test_a_round_is_joined_or_given_up_and_never_both(
         assert [str(one) for one in found] == ["Nobody comes."] * 2
 
 
-def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits where the block ends, and everybody knows of its failure; a rank that has ended does not come for it."""
-    monkeypatch.setattr(liveness, "_state_of", lambda process: "X")
-
-    def fail() -> None:
-        rounds_of_thread.set(two[0])
-        with agreed("saving"):
-            raise CheckpointError("disk full")
-
-    with pytest.raises(RanksError, match="While saving: rank 1 has ended") as caught:
-        copy_context().run(fail)
-    assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
-
-
 def beat_of(*places: list[str], count: int = 1, progress: int = 1) -> str:
     return json.dumps({"count": count, "progress": progress, "at": places, "for": ""})
 
@@ -251,7 +240,7 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
 
 
-def test_long_values_go_in_parts_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_values_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server refuses 8 MiB, with an error that says that its process has ended."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     long = {"names": ["n" * 9 * 2**20]}
@@ -260,19 +249,52 @@ def test_long_values_go_in_parts_and_equal_ones_once(monkeypatch: pytest.MonkeyP
     before = server.num_keys()
     assert together(*(lambda each=each: each.exchange(each.rank, "saving") for each in both)) == [[0, 1]] * 2
     assert server.num_keys() < before - 36, "parts are deleted when all have read them"
-    monkeypatch.setattr(rounds, "_PART_BYTES", 100)
-    first, second = ranks_of(2)
-    parts = first._put("round.0", "a" * 1000)
-    with patch.object(StoreClient, "_ask", autospec=True, side_effect=StoreClient._ask) as asked:
-        assert second._put("round.0", "a" * 1000) == parts and asked.call_count == 1, "one look, and nothing is set"
 
 
-def test_a_look_asks_as_often_for_many_ranks_as_for_few() -> None:
-    for size in (4, 64):
-        of_all = ranks_of(size)
-        of_all[0]._store.append("round.0/values", "0 here\n")
-        of_all[2]._store.append("ended", "2\n")
-        look = Lookout(of_all[0]._store, "round.0", range(size), 0)
-        with patch.object(StoreClient, "_ask", autospec=True, side_effect=StoreClient._ask) as asked:
-            assert look.problem("saving", (600, 600)).startswith("While saving: rank 2 has ended")
-        assert asked.call_count == 5
+# ---- storage ----
+
+
+class Over(Exception):
+    """The end of a rehearsal."""
+
+
+class Rehearsal(Clock):
+    """The watch on a clock that nobody waits for."""
+
+    now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > self.end:
+            raise Over
+        self.at()
+
+    def run(self, end: float, at: Callable[[], object] = lambda: None) -> list[str]:
+        """What is warned of up to that time; `at` is called before each look."""
+        self.end, self.at = end, at
+        with warnings.catch_warnings(record=True) as told, pytest.raises(Over):
+            warnings.simplefilter("always")
+            storage._watch()
+        return [str(warning.message) for warning in told]
+
+
+def test_a_call_that_does_not_end_is_named_again_after_twice_the_time_and_short_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "time", clock := Rehearsal())
+    monkeypatch.setattr(storage, "_watcher", Mock(is_alive=lambda: True))  # no thread: `run` is it
+    with storage.watched(Path("weights"), 1234):
+        told = clock.run(200)
+    said = [f"weights: no answer at byte 1,234 for {seconds} s" for seconds in (30, 60, 120)]
+    assert [text.split(";")[0] for text in told] == said
+    with ExitStack() as stack:  # two of 20 s at a time, for ten minutes
+
+        def begin_anew() -> None:
+            if clock.now % 20 == 0:
+                stack.close()
+                stack.enter_context(storage.watched(Path("weights")))
+                stack.enter_context(storage.watched(Path("within")))
+
+        clock.now = 0.0
+        begin_anew()
+        assert clock.run(600, begin_anew) == []
