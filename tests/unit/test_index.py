@@ -1,33 +1,37 @@
 """The index of a checkpoint: what it says of good ones, and of those that change while they are read; keys that are
-missing, unexpected or of other shapes are those that transformers reports; which names of a training state are the
-model's, and which the adapter's."""
+missing, unexpected or of other shapes are those that transformers reports; and tensors of pickled files."""
 
 import json
-import logging
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import pickle
+import random
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from hf_fsdp_tools import CheckpointError, save_pretrained
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained
 from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading import opening
-from hf_fsdp_tools.loading.formats.dcp import is_wrapped, model_part, peft_part
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES, parse_header
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
-from tests._checkpoints import make_checkpoint, make_model, stored_tensors
-from tests.api import CheckpointIndex
+from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
+from tests.api import METADATA, CheckpointIndex, StoredTensor, load_pickled, parse_dcp, parse_pickled
 
 Damage = Callable[[Path], object]
 """What is done to a folder."""
@@ -200,109 +204,23 @@ def checkpoint(kind: str, change: Callable[[Tensors], Tensors], folder: Path) ->
     return folder
 
 
-@contextmanager
-def warnings_of_transformers() -> Iterator[list[str]]:
-    """What transformers' models log while the block runs."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
     kind, change, auto_class, arguments = CASES[name]
     folder = checkpoint(kind, change, tmp_path)
-    with warnings_of_transformers() as expected_warnings:
-        reference, expected = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
+    reference, expected = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
     ignore = arguments.get("ignore_mismatched_sizes", False)
     config = {key: value for key, value in arguments.items() if key != "ignore_mismatched_sizes"}
     model = build_meta_model(folder, auto_class=auto_class, **config)
-    with warnings_of_transformers() as found_warnings:
-        report = load_weights(model, folder, ignore_mismatched_sizes=ignore)
-    tables, shown = (
-        # its rows come from sets; ours leaves a terminal's codes out where no terminal is
-        [sorted(re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) for text in texts if "LOAD REPORT" in text]
-        for texts in (expected_warnings, found_warnings)
-    )
-    assert shown == tables
-    info = report.loading_info()
-    assert bool(tables) == any(info.values())
+    report = load_weights(model, folder, ignore_mismatched_sizes=ignore)
     mismatched = {(key, tuple(a), tuple(b)) for key, a, b in expected["mismatched_keys"]}
-    assert info == {**expected, "mismatched_keys": mismatched}
+    assert report.loading_info() == {**expected, "mismatched_keys": mismatched}
     state, values = model.state_dict(keep_vars=True), reference.state_dict()
     drawn = {id(state[key]) for key in report.initialized_keys}  # tied tensors have several keys
     assert all(id(tensor) in drawn or torch.equal(tensor, values[key]) for key, tensor in state.items())
 
 
-# ---- names in training states ----
-
-KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")
-
-
-def named(*paths: Any) -> dict[str, str]:
-    tensors = {(path,) if isinstance(path, str) else path: path for path in paths}
-    return model_part(tensors, KEYS, "state")
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "model.", "a.b.c."])
-def test_whatever_is_around_a_model_is_taken_from_its_names(prefix: str) -> None:
-    assert named(*(prefix + key for key in KEYS)).keys() == set(KEYS)
-    assert named(*(("job", prefix + key) for key in KEYS), "step", "optim.exp_avg").keys() == set(KEYS)
-
-
-def test_what_the_model_does_not_know_stays_and_names_of_a_file_are_the_hubs() -> None:
-    assert named(*(f"net.{key}" for key in KEYS), "net.extra.bias", "v_head.bias").keys() == {
-        *KEYS, "extra.bias", "v_head.bias",
-    }  # fmt: skip
-    bare = [key.removeprefix("model.") for key in KEYS[:3]]
-    assert named(*bare).keys() == set(bare), "transformers adds the prefix"
-    own = ["module.a.weight", "module.b.weight"]
-    assert model_part({(key,): key for key in own}, own, "state").keys() == set(own), "a model's own name"
-    both = ("embed.weight", "model.embed.weight", "model.layers.0.norm.weight")
-    assert model_part({(key,): key for key in both}, bare, "state").keys() == set(both), "no two become one"
-    for names in ("model.layers._orig_mod.a", "module.a module.b", "base_model.model.a", "pretrained_model.a v_head.b"):
-        assert is_wrapped(names.split()) is True, names
-    for names in ("module.a b", "model.q.base_layer.weight model.q.lora_A.speech.weight", ""):
-        assert is_wrapped(names.split()) is False, names
-
-
-BASE, ADAPTER = ("base_model.model.model.", "base_model.model.")
-
-
-def split(*names: str) -> tuple[set[str], set[str]] | None:
-    both = peft_part({("model", name): name for name in names}, lambda: ("lora_",))
-    return None if both is None else ({path[-1] for path in both[0]}, set(both[1]))
-
-
-def test_base_and_adapter_are_told_apart_by_the_wrappers_of_peft() -> None:
-    norm, tail = f"{BASE}layers.0.norm.weight", f"{ADAPTER}lm_head"
-    query, experts = f"{BASE}layers.0.q_proj", f"{BASE}layers.0.experts"
-    bases = {
-        norm, f"{query}.base_layer.weight", f"{query}.base_layer.bias", f"{experts}.base_layer.base_layer.gate",
-        f"{tail}.original_module.weight", f"{BASE}embed.token_adapter.base_layer.weight",
-    }  # fmt: skip
-    added = {
-        f"{query}.lora_A.default.weight", f"{query}.lora_magnitude_vector.default.weight",
-        f"{experts}.lora_A.default.weight", f"{experts}.base_layer.lora_A.default.weight",
-        f"{tail}.modules_to_save.default.weight", f"{BASE}embed.token_adapter.trainable_tokens_delta.default",
-        "base_model.vera_A.default",
-    }  # fmt: skip
-    assert split(*bases, *added) == (bases, added)
-    own = named(*bases, *added)
-    assert {"model.layers.0.norm.weight", "model.layers.0.experts.gate", "lm_head.weight"} <= own.keys()
-    alone = {f"{query}.lora_A.weight", f"{tail}.weight", f"{BASE}embed.base_layer.weight"}
-    assert split(*(f"_orig_mod.module.{name}" for name in alone)) is not None
-    assert split(*alone) == (set(), alone), "an adapter of an embedding is saved with its base"
-    assert split(f"{tail}.weight") == (set(), {f"{tail}.weight"})
-    assert split("model.norm.weight", "model.q.base_layer.weight") is None
-    prompts = {"prompt_encoder.default.embedding.weight"}
-    assert split(*prompts, "base_model.model.embed.weight") == ({"base_model.model.embed.weight"}, prompts)
+# ---- tensors in parts of files ----
 
 
 def write_parts(folder: Path, parts: dict[str, dict[str, torch.Tensor]], starts: Any) -> Path:
@@ -354,3 +272,170 @@ def test_bad_parts_are_one_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         CheckpointIndex.open(write_parts(tmp_path / "x", parts, starts))
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+# ---- files of torch.save: nothing of them is run ----
+
+
+def state_dict() -> dict[str, Any]:
+    base = torch.randn(4, 6)
+    return OrderedDict(
+        a=base,
+        tied=base,
+        transposed=base.t(),
+        rows=base[1:3],
+        column=base[:, 2],
+        parameter=torch.nn.Parameter(torch.ones(2)),
+        half=torch.arange(3, dtype=torch.bfloat16),
+        eight=torch.arange(3.0).to(torch.float8_e4m3fn),
+        numbers=torch.arange(7),
+        flags=torch.tensor([True, False]),
+        empty=torch.empty(0, 3),
+        scalar=torch.tensor(3),
+        one=torch.arange(5).expand(1, -1),
+    )
+
+
+def read_back(stored: StoredTensor) -> torch.Tensor:
+    raw = torch.frombuffer(bytearray(stored.file.read_bytes()), dtype=torch.uint8)[stored.offset :]
+    if not stored.num_bytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    data = raw[: raw.numel() // stored.dtype.itemsize * stored.dtype.itemsize].clone().view(stored.dtype)
+    (piece,) = stored.pieces()
+    return data.as_strided(piece.view.length, piece.view.strides)
+
+
+def rezipped(method: int = zipfile.ZIP_STORED, before: bytes = b"", **changed: bytes) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, folder / "good.bin")
+        with zipfile.ZipFile(folder / "good.bin") as old, zipfile.ZipFile(folder / "x.bin", "w", method) as new:
+            for each in old.infolist():
+                new.writestr(each.filename, changed.get(each.filename.split("/")[-1], old.read(each)))
+        (folder / "x.bin").write_bytes(before + (folder / "x.bin").read_bytes())
+
+    return make
+
+
+def test_every_tensor_is_where_the_index_says_and_no_place_that_torch_works_out_wrongly(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    expected = state_dict()
+    torch.save(expected, file)
+    located, num_bytes = parse_pickled(file)
+    stored = [tensor for _, tensor in located]
+    assert [path for path, _ in located] == [(key,) for key in expected] and [t.key for t in stored] == list(expected)
+    for tensor in stored:
+        want = expected[tensor.key].detach()
+        assert tensor.dtype == want.dtype and tensor.shape == want.shape
+        assert torch.equal(read_back(tensor).to(torch.float64), want.to(torch.float64)), tensor.key
+    assert stored[0].offset == stored[1].offset and stored[2].strides == (1, 6) and stored[-1].strides is None
+    assert num_bytes < file.stat().st_size * 3  # each part of the directory at most a few times
+    torch.save({"a": torch.zeros(2**21)}, file)  # 8 MiB
+    assert parse_pickled(file)[1] < 200_000, "the data is not read"
+    # torch computes where storages lie from how its own writer works; another writer may put something between.
+    rezipped()(tmp_path)  # no padding, no data descriptors
+    try:
+        stored = [tensor for _, tensor in parse_pickled(tmp_path / "x.bin")[0]]
+    except CheckpointError as error:
+        assert "uncompressed record" in str(error)
+    else:
+        assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+CHANGES = {
+    "a class": f"c{DCP}\nMetadataIndex\n".encode() + b"N}X\x08\0\0\0__hash__Ns\x86b",
+    "a class by its place": f"c{DCP}\nMetadata\nq\1]h\1".encode() + b"N}X\x08\0\0\0__init__Ns\x86b",
+    "a path's class": b"cpathlib\nPurePosixPath\nN}X\1\0\0\0aNs\x86b",
+    "a function": b"ctorch.serialization\n_get_layout\nN}X\1\0\0\0aNs\x86b",
+    "a member": f"c{DCP}\n_MEM_FORMAT_ENCODING\n".encode() + b"K\1\x85R}X\7\0\0\0_value_K\7sb",
+    "a key in a key": f"c{DCP}\nMetadataIndex\n".encode() + b"q\1}h\1h\1N\x85R\x85RNs",
+}
+"""What pickle's BUILD would set for good, of that which the metadata may name; and what a hash walks through."""
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_refused_metadata_changes_nothing(tmp_path: Path, what: str) -> None:
+    kinds = [
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata._MEM_FORMAT_ENCODING,
+        PurePosixPath,
+        torch.serialization._get_layout,
+    ]
+    kinds.append(metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST)
+    body = pickle.dumps(metadata.Metadata({}), 2)[2:]
+    before = [dict(vars(kind)) for kind in kinds]
+    (tmp_path / METADATA).write_bytes(b"\x80\2" + CHANGES[what] + body)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read as the metadata"):
+        parse_dcp(tmp_path)
+    assert [dict(vars(kind)) for kind in kinds] == before
+    (tmp_path / METADATA).write_bytes(b"\x80\2" + body)
+    parse_dcp(tmp_path)
+
+
+def test_usual_training_states_are_read(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "sets": ({str(i) for i in range(20_000)}, set(range(20_000))),
+        "numbers": {i: float(i) for i in range(20_000)},
+        "pairs": [(i, i) for i in range(20_000)],
+        "ordered": OrderedDict(a=1),
+        "large": 2**128,
+        "bytes": (b"abc", bytearray(), bytearray(b"abc")),
+        "seen": Decimal(3),
+    }
+    torch.save(state, tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"Decimal.*allow its classes: torch\.serialization\.add_safe_globals"):
+        load_pickled(tmp_path / "x", device="cpu", safe=TORCH_SAFE_GLOBALS)
+    before = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([Decimal, np.ndarray]):
+        found = load_pickled(tmp_path / "x", device="cpu", safe=TORCH_SAFE_GLOBALS).content
+        assert np.ndarray in torch.serialization.get_safe_globals(), "what the user allows stays allowed"
+    assert all(found[key] == state[key] for key in state.keys() - {"numpy", "cpu"})
+    assert np.array_equal(found["numpy"][1], state["numpy"][1]) and torch.equal(found["cpu"], state["cpu"])
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+@settings(max_examples=50)
+@given(position=st.integers(0, 3000), value=st.integers(0, 255))
+@example(position=2078, value=85)  # torch 2.13 raises an EOFError without a text
+def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
+    file = tmp_path / "fuzz.bin"
+    torch.save({"a": torch.arange(6.0), "b": torch.ones(2, 2)}, file)
+    content = bytearray(file.read_bytes())
+    content[position % len(content)] = value
+    file.write_bytes(content)
+    try:
+        stored = [tensor for _, tensor in parse_pickled(file)[0]]
+    except CheckpointError:
+        return
+    assert all(0 <= t.offset <= t.offset + t.num_bytes <= len(content) for t in stored)
+
+
+def test_bin_files_are_read_only_when_asked(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "st")
+    for files in (1, 3):
+        legacy = pickled_copy(folder, tmp_path / f"bin{files}", files=files)
+        with pytest.raises(CheckpointError, match=r"only pickled weights.*allow_pickle=True.*convert"):
+            CheckpointIndex.open(legacy)
+        index = CheckpointIndex.open(legacy, allow_pickle=True)
+        assert index.tensors.keys() == CheckpointIndex.open(folder).tensors.keys()
+        assert len({t.file for t in index.tensors.values()}) == files
+    file = tmp_path / "bin1" / "pytorch_model.bin"
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        CheckpointIndex.open(file)
+    assert CheckpointIndex.open(file, allow_pickle=True).num_bytes == index.num_bytes
+    shutil.copy(file, folder)
+    assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
+
+
+def test_a_state_dict_inside_a_checkpoint_of_lightning_is_found(tmp_path: Path) -> None:
+    """Names begin with the attribute of the module that holds the model; optimizer states stay out."""
+    folder = make_checkpoint("llama", tmp_path)
+    state = {f"net.{key}": tensor for key, tensor in stored_tensors(folder).items()}
+    content = {"state_dict": state, "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}}], "epoch": 3}
+    torch.save(content, tmp_path / "last.ckpt")
+    loaded = from_pretrained(tmp_path / "last.ckpt", allow_pickle=True, load_kwargs={"progress": False}).state_dict()
+    assert all(torch.equal(tensor, loaded[key.removeprefix("net.")]) for key, tensor in state.items())

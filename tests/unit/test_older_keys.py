@@ -17,7 +17,7 @@ from hf_fsdp_tools import export_checkpoint
 from tests._checkpoints import make_model, tiny_config
 from tests._round_trip import OLDER_KEYS
 from tests.api import save_tokenizer, write_older_keys
-from tests.census.defaults import CONFIG_MAPPING, build_config
+from tests.census.defaults import CONFIG_MAPPING
 from tests.readers import compare, equal_tokens, equal_values
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -167,17 +167,3 @@ def test_an_older_transformers_reads_what_is_saved_here(tmp_path: Path) -> None:
     found = compare(python, tmp_path)
     keys = {one.split(":")[0].rsplit(".", 1)[-1] for different in found.values() for one in different}
     assert len(found) > 380 and keys <= {"tie_word_embeddings", "eos_token_id", "bos_token_id"}, "defaults that changed"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("rope", [{}, *(rope for kind, rope, _ in ROPES[1:5])], ids=str)
-def test_no_type_reads_its_file_otherwise(tmp_path: Path, rope: dict[str, Any]) -> None:
-    for model_type in sorted(CONFIG_MAPPING):
-        try:
-            config = build_config(model_type)
-            if isinstance(own := config.get_text_config().rope_parameters, dict) and "rope_theta" in own:
-                own.update(rope)
-            type(config).from_dict(config.to_dict())
-        except Exception:  # such a configuration is none, for transformers
-            continue
-        refuse_change(config, tmp_path / model_type)

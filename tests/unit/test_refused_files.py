@@ -39,8 +39,7 @@ from tests.api import (
     read_manifest,
     refuse_damage,
 )
-from tests.unit.test_index import Damage, config, stored
-from tests.unit.test_pickled import rezipped
+from tests.unit.test_index import Damage, config, rezipped, stored
 
 MOST_CHARACTERS = 1500
 INDEX, HEAD = "model.safetensors.index.json", "model.lm_head.weight"

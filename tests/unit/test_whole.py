@@ -3,7 +3,6 @@
 FSDP2's units on one rank are those of a model whose shards are "offloaded" from the CPU to the CPU.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained, unsharded
-from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
+from hf_fsdp_tools import from_pretrained, unsharded
 from tests._checkpoints import full, lora, make_checkpoint, small_llama
 
 BF16 = {"mp_policy": "bf16"}
@@ -67,35 +63,16 @@ def trained(model: Any) -> list[torch.Tensor]:
     return [*found, *map(full, model.parameters())]
 
 
-def reentrant(model: nn.Module) -> nn.Module:
-    model.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
-    model.enable_input_require_grads()  # type: ignore[operator]
-    return model
-
-
-def recomputed_later(model: nn.Module) -> nn.Module:
-    """As TRL and the Trainer do with a model that is sharded already."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model
-
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("llama", {}),
     "fp32 masters": ("llama", BF16),
     "tied": ("tied", BF16),
     "bf16 alone": ("llama", {"dtype": "bf16"}),
-    "lists of experts": ("mixtral", BF16 | EAGER),
     "a router in fp32": ("deepseek_v3", BF16 | EAGER),
-    "Conv1D": ("gpt2", BF16),
     "recomputed": ("llama", BF16 | {"activation_checkpointing": True}),
-    "results kept": ("llama", BF16 | {"activation_checkpointing": {"save_ops": "matmul"}}),
-    "inputs offloaded": ("llama", BF16 | {"activation_checkpointing": {"offload": True}}),
     "compiled": ("llama", BF16 | {"compile": "aot_eager"}),
-    "inputs as they come": ("llama", {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}),
-    "outputs in bf16": ("llama", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.bfloat16)}),
     "LoRA": ("llama", BF16 | {"dtype": "bf16", "peft_config": lora()}),
     "LoRA of stacks, on fp32": ("qwen3_moe", BF16 | EAGER | {"peft_config": lora(target_modules=[], **STACKS)}),
-    "DoRA": ("llama", BF16 | {"dtype": "bf16", "peft_config": lora(use_dora=True)}),
     "trained copies": ("tied", BF16 | {"dtype": "bf16", "peft_config": lora(modules_to_save=["embed_tokens"])}),
     "4 bits": ("even", BF16 | {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": lora()}),
 }
@@ -111,55 +88,6 @@ def test_a_whole_model_trains_as_units_do_bit_for_bit(case: str, checkpoint: Cal
     for found, expected in zip(trained(whole), trained(units), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
     assert not any(p.grad is not None and isinstance(p.grad, DTensor) for p in whole.parameters())
-
-
-def test_an_embedding_that_encoder_decoder_and_head_share_is_trained_alike(checkpoint: Callable[[str], Path]) -> None:
-    """Gradients of the encoder's output are added up in the order of the plain model; FSDP2 adds those of a block."""
-    folder = checkpoint("t5")
-    whole, units = (trained(loaded(folder, **BF16, **more)) for more in ({}, {"offload_policy": True}))
-    assert all(torch.equal(*pair) for pair in zip(whole[:2], units[:2], strict=True))
-    assert all(torch.equal(*pair) for pair in zip(trained(loaded(folder)), plainly_trained(folder), strict=True))
-
-
-def plainly_trained(folder: Path) -> list[torch.Tensor]:
-    return trained(T5ForConditionalGeneration.from_pretrained(folder).train())
-
-
-@pytest.mark.parametrize("change", [recomputed_later, reentrant])
-def test_blocks_that_others_checkpoint_later_compute_in_bf16_again(
-    change: Callable[[nn.Module], nn.Module], checkpoint: Callable[[str], Path]
-) -> None:
-    plain, changed = (loaded(checkpoint("llama"), **BF16) for _ in range(2))
-    for found, expected in zip(trained(change(changed)), trained(plain), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_a_script_wraps_its_blocks_by_torchs_checkpoint(checkpoint: Callable[[str], Path]) -> None:
-    found = []
-    for is_wrapped in (False, True):
-        model = LlamaForCausalLM.from_pretrained(checkpoint("llama"))
-        if is_wrapped:
-            for i, layer in enumerate(model.model.layers):
-                model.model.layers[i] = checkpoint_wrapper(layer)
-        found.append(trained(shard_model(model.train(), make_wrap_plan(model), mp_policy="bf16")))  # type: ignore[arg-type]
-    assert all(torch.equal(wrapped, plain) for plain, wrapped in zip(*found, strict=True))
-
-
-def test_it_is_the_plain_model_in_class_parameters_and_what_it_makes(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = checkpoint("llama")
-    model, plain = loaded(folder), LlamaForCausalLM.from_pretrained(folder).train()
-    assert type(model) is LlamaForCausalLM and [*model.state_dict()] == [*plain.state_dict()]
-    assert all(torch.equal(found, expected) for found, expected in zip(trained(model), trained(plain), strict=True))
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(IDS).logits, model(IDS).logits)
-    assert twin.lm_head.weight is not model.lm_head.weight
-    save_pretrained(model, tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in again.state_dict().items())
-    with pytest.raises(ConfigError, match="is sharded already"):
-        shard_model(model, make_wrap_plan(model))
 
 
 def test_masters_are_back_after_errors_and_between_passes(checkpoint: Callable[[str], Path]) -> None:
@@ -258,14 +186,3 @@ def test_weights_are_cast_once_for_a_text(checkpoint: Callable[[str], Path]) -> 
     with unsharded(model):
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_every_kind_of_adapter_that_needs_the_base_is_made(checkpoint: Callable[[str], Path]) -> None:
-    model = loaded(checkpoint("llama"), peft_config=LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"))
-    assert trained(model)[0].isfinite()
-
-
-def test_models_on_meta_stay_there_until_they_are_loaded(checkpoint: Callable[[str], Path]) -> None:
-    model = build_meta_model(checkpoint("llama"))
-    shard_model(model, make_wrap_plan(model), mp_policy="bf16")  # type: ignore[arg-type]
-    assert all(parameter.is_meta for parameter in model.parameters())
