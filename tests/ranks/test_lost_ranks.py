@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained
+from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.rounds import rounds_of
 from tests._dist import LIMIT_S, run_cases, run_ranks
@@ -53,6 +53,13 @@ def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
         save_pretrained(model, folder.with_name("saved"))
 
 
+def save_later(folder: Path, sent: signal.Signals) -> None:
+    model = from_pretrained(folder)
+    with patch("os.pwritev", once(sent, os.pwritev)):
+        save_pretrained(model, folder.with_name("saved"), blocking=False)
+        wait_for_saves()
+
+
 def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
     weights = live_weights(from_pretrained(folder, **layout))
     with patch.object(dist, "batch_isend_irecv", once(sent, dist.batch_isend_irecv)):
@@ -75,6 +82,7 @@ ROADS = {
     "join": (join, "joining"),
     "load": (load, "reading the checkpoint"),
     "save": (save, "(writing|adding up)"),
+    "save later": (save_later, "(saving in the background|adding up)"),
     "send": (send, "sending weights"),
 }
 
@@ -104,7 +112,7 @@ def stop_on(road: str, folder: Path) -> None:
 
 
 def stop_on_every_road(folder: Path) -> None:
-    run_cases({road: partial(stop_on, road) for road in ROADS if road != "send"}, folder)
+    run_cases({road: partial(stop_on, road) for road in ("join", "load")}, folder)
 
 
 def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -145,6 +153,7 @@ def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
         ("load", {}),
         ("send", {}),
         ("save", {"ep_size": 2}),
+        ("save later", {}),
         pytest.param("save", {}, marks=pytest.mark.nightly),
         pytest.param("load", {"tp_size": 2}, marks=pytest.mark.nightly),
     ],

@@ -393,7 +393,8 @@ def failing(cell: Cell, source: Path, root: Path) -> list[tuple[int, int]]:
             return manifest is not None and not manifest.damage(place)
 
         found.append(fail_at_each_change(save, target, rank, is_new, 3 if cell.new == "trainer" else 1))
-        assert not target.hidden()
+        left = [path for path in target.hidden() if not path.name.startswith(".seen-by-all")]
+        assert not left, left  # but for an empty file that could not be removed
     return found
 
 
