@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -35,7 +34,6 @@ from tests._checkpoints import (
     KINDS,
     assert_same_model,
     assert_same_tensors,
-    full_state,
     loaded,
     make_checkpoint,
     make_model,
@@ -47,21 +45,18 @@ from tests._checkpoints import (
     stored_tensors,
     word_tokenizer,
 )
-from tests._dist import run_alone, run_cases, run_ranks
-from tests._round_trip import differences, loads_as_stored, resave, write_as_found
+from tests._dist import run_cases, run_ranks
+from tests._round_trip import differences, loads_as_stored
 from tests.api import (
     CheckpointIndex,
     LoadReport,
     SaveReport,
     all_ranks,
-    build_case,
     patched,
     plain_view,
-    shrink,
     wait_for_all_ranks,
     wrap_fsdp1,
 )
-from tests.census.defaults import build_config
 from tests.ranks.test_load import last_even_dim
 
 
@@ -99,49 +94,6 @@ def test_every_kind_is_loaded_and_saved_as_it_was(kinds: list[str], folders: dic
         assert sum(r.bytes_written for r in reports) == json.loads(reports[0].to_json())["total_bytes"]
         assert all(0 < r.bytes_written < r.total_bytes for r in reports), kind  # no rank wrote it all
         assert not reports[0].gathered_bytes, kind
-
-
-OTHER_KINDS = {
-    "MixtralForCausalLM": ("mixtral", "model"),  # experts one by one on the hub
-    "Wav2Vec2ForCTC": ("wav2vec2", "older"),  # weight norm, by its older names
-    "JambaForCausalLM": ("jamba", "bf16"),  # state space and attention, with fp32 parameters
-    "GptOssForCausalLM": ("gpt_oss", ""),
-    "CLIPModel": ("clip", ""),  # two towers, a 0-d parameter
-    "CvtForImageClassification": ("cvt", ""),  # batch norms, with integer buffers
-    "LlavaForConditionalGeneration": ("llava", "model"),
-    "MusicgenForConditionalGeneration": ("musicgen", ""),  # three models, two of them with text
-}
-"""Model type, and a form in which it is found on the hub."""
-
-
-def save_by_transformers(name: str, folder: Path, is_every: bool) -> dict[str, Path]:
-    """A tiny model of that class, in the forms in which it is found, and what transformers saves of each again."""
-    model_type, form = OTHER_KINDS[name]
-    model: Any = build_case(getattr(transformers, name), shrink(build_config(model_type), "tiny"))
-    found = write_as_found(model, folder / "found" / name)
-    assert not form or form in found
-    found = found if is_every else {form: found[form]}
-    for each, path in found.items():
-        loads_as_stored(type(model), path)[0].save_pretrained(folder / "theirs" / name / each)
-    return found
-
-
-def resave_and_compare(name: str, found: dict[str, Path], folder: Path) -> None:
-    """Every form through shards; each rank compares every second one with what transformers saves."""
-    model_class = getattr(transformers, name)
-    for form, path in found.items():
-        resave(model_class, path, folder / "ours" / name / form, max_shard_size="40KB")
-    for form in list(found)[dist.get_rank() :: 2]:
-        ours, theirs = (folder / whose / name / form for whose in ("ours", "theirs"))
-        assert differences(ours, theirs) == [], (name, form)
-        assert loads_as_stored(model_class, ours)[1] == "", (name, form)
-
-
-@pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_every_form_is_saved_again_as_transformers_saves_it(is_every: bool, tmp_path: Path) -> None:
-    names = list(OTHER_KINDS)[: None if is_every else 3]
-    kinds = dict(zip(names, run_alone(save_by_transformers, names, tmp_path, is_every), strict=True))
-    run_ranks(run_cases, 2, {n: partial(resave_and_compare, n, found, tmp_path) for n, found in kinds.items()})
 
 
 def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
@@ -316,19 +268,6 @@ def values_of_the_moment(source: Path, target: Path) -> None:
     save_both_ways(plain_view(live), target / "FSDP1", live=live)
 
 
-def the_next_save_waits_and_so_does_a_load(source: Path, target: Path) -> None:
-    model = loaded("llama", source / "llama")
-    for name in ("first", "second", "first"):
-        with gated() as gate:
-            threading.Timer(0.2, gate.opened.set).start()
-            save_pretrained(model, target / name, max_shard_size="60KB", blocking=False)
-            change(model)
-            assert name == "first" or (target / "first" / "config.json").exists(), "complete before the next one began"
-            opened = from_pretrained(target / "first")
-            change(opened)
-            assert all(map(torch.equal, full_state(opened).values(), full_state(model).values())) == (name == "first")
-
-
 class WithAnother(torch.optim.SGD):
     """Its step has another optimizer's in it, as that of `Muon` has AdamW's."""
 
@@ -393,7 +332,6 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
 
 CASES = (
     values_of_the_moment,
-    the_next_save_waits_and_so_does_a_load,
     disk_full_on_one_rank,
     nobody_reads_what_rank_0_says,
     no_memory_for_the_copy,

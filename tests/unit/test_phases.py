@@ -1,21 +1,14 @@
 """What runs around forward passes is in one order for all features, printed, and open for features of others."""
 
-import inspect
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_fsdp_tools import ConfigError, ParallelDims
-from hf_fsdp_tools.sharding import patches
+from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
@@ -118,49 +111,3 @@ def test_steps_of_all_optimizers_run_entries_by_phase_until_they_are_taken_away(
         take_away()
     optimizer.step()
     assert said == ["STOP", "PART", "OWN", "JOIN", "COUNT", "OWN"]
-
-
-PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wish of ours
-    "torch.distributed.tensor.DTensor": "several boxes of a shard in DCP; pytorch#167859, torch 2.11 to 2.15",
-    "torch.distributed.tensor._dispatch.OpDispatcher": "drawing, deciding and writing by shards",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "gradients of two dtypes in one unit; pytorch#196996",
-    "torch.autograd": "gradients that are asked for by shards",
-    "torch.nn.init": "trunc_normal_ of shards",
-    "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
-    "peft.peft_model.PeftModel": "the same, and whole values of shards, which PEFT copies before 0.21.2",
-}
-"""Modules, classes and instances of libraries of which something is replaced for the life of a process."""
-
-
-def is_ours(value: Any) -> bool:
-    package = Path(patches.__file__).parents[1]
-    own = [value, vars(value).get("__wrapped__")] if isinstance(value, FunctionType) else []
-    files = (Path(each.__code__.co_filename) for each in own if isinstance(each, FunctionType))
-    return any(file.is_relative_to(package) for file in files)
-
-
-def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
-    patches.guard_habits(torch.nn.Module())
-    patches.let_dcp_see_boxes()
-    patches.guard_injection()
-    libraries = ("torch", "transformers", "accelerate", "peft", "trl")
-    owners = {name: vars(each) for name, each in sys.modules.items() if name.split(".")[0] in libraries}
-    classes = {
-        f"{name}.{key}": vars(cls)
-        for name, content in owners.items()
-        for key, cls in list(content.items())
-        if isinstance(cls, type) and cls.__module__ == name
-    }
-    dispatcher: Any = DTensor._op_dispatcher
-    owners |= classes | {"torch.distributed.tensor._dispatch.OpDispatcher": vars(dispatcher)}
-    found = {name for name, content in owners.items() if any(map(is_ours, list(content.values())))}
-    assert found == set(PATCHES)
-
-
-def test_torch_still_takes_several_boxes_of_a_shard_for_one() -> None:
-    fake_ranks(2)
-    patches.let_dcp_see_boxes()
-    mesh = ParallelDims(tp_size=2).build_mesh("cpu")["tp"]
-    shard = DTensor.from_local(torch.ones(4, 2), mesh, [_StridedShard(0, split_factor=2)], shape=(8, 2), stride=(2, 1))
-    former = inspect.getclosurevars(DTensor.__create_chunk_list__).nonlocals["former"]["__create_chunk_list__"]
-    assert [len(chunks(shard)) for chunks in (former, DTensor.__create_chunk_list__)] == [1, 2]

@@ -19,15 +19,12 @@ from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.loading.quantized import dequantize
 from hf_fsdp_tools.steps import build_meta_model, load_weights
-from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
+from tests._checkpoints import make_quantized, stored_tensors
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
 from tests.api import (
     RULES,
-    CheckpointIndex,
-    add_to_note,
     keep_by_config,
-    keep_stored,
     packed_parameters,
 )
 
@@ -59,19 +56,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- what a config says ----
-
-
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "compressed int4 experts", "gptq", "awq"])
-def test_the_forms_of_a_config_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
-    """In a whole model, with what joins experts; each format by itself is in test_stored_formats."""
-    folder = make_quantized(kind, tmp_path)
-    real, estimated = build_meta_model(folder), build_meta_model(folder)
-    keep_stored(real, CheckpointIndex.open(folder))
-    add_to_note(estimated, stored_quantization=QUANTIZED[kind][2])
-    keep_by_config(estimated)
-    assert packed_parameters(estimated) == packed_parameters(real)
-    looks = ([(name, p.shape, p.dtype) for name, p in model.named_parameters()] for model in (estimated, real))
-    assert next(looks) == next(looks)
 
 
 def of_group(**weights: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_tools import RanksError, rank_timeout
+from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.distributed import liveness, rounds, storage
 from tests.api import Box, Lookout, Rounds, rounds_of_thread, wait_for_all_ranks
 
@@ -213,31 +212,6 @@ def test_a_stopped_rank_is_given_up_by_who_has_looked_for_a_minute(
         assert bool(problem) == (given_up_s is not None and look >= given_up_s), (look, problem)
         clock.now += seconds_each
     assert not problem or problem.startswith("While reading: rank 1 is stopped (SIGSTOP) for ")
-
-
-def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_silent_in_a_call_not(
-    two: list[Rounds], lookout: Lookout, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 judges answers for an hour before it comes, and then holds the interpreter's lock."""
-    monkeypatch.setattr(liveness, "_state_of", lambda process: "R")
-    monkeypatch.setattr(rounds, "timeout_of", lambda: timedelta(hours=2))
-
-    def seconds_until_given_up(most: int) -> tuple[int, str]:
-        for second in range(0, most, 5):
-            if problem := lookout.problem("saving", rounds._limits_s()):
-                return second, problem
-            clock.now += 5
-        return most, ""
-
-    assert seconds_until_given_up(3600) == (3600, "")
-    two[0]._store.set("beat/1", beat_of(["saving", "round.0"]))
-    second, problem = seconds_until_given_up(3600)
-    assert second == 605
-    assert "rank 1 is saving (605 s without progress)" in problem
-    two[0]._store.set("beat/1", beat_of(count=2))
-    assert seconds_until_given_up(7300)[0] == 7205
-    with rank_timeout(20):
-        assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
 
 
 def test_long_values_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from tests._late import POISON, LateSideStream, Machine
 from tests._transfers import read_transfers
 from tests.api import (
     MAX_GAP_BYTES,
-    MemoryWatch,
     Reader,
     Transfer,
     Writer,
@@ -140,13 +139,6 @@ def test_short_reads_go_on_and_bytes_are_told_as_they_come(tmp_path: Path, monke
         stats = reader.read([whole(file, first, first), whole(file, second, second, 240)])
     assert torch.equal(torch.cat([first, second]), tensor)
     assert stats.calls > 6 and sum(arrived) == 400
-
-
-def test_memory_watch_takes_the_mark_only_where_it_rose() -> None:
-    # Not that of an earlier peak; and nothing where there is less than at the start.
-    for later, above in (((70, 90), 80), ((70, 50), 60), ((5, 50), 0)):
-        with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
-            assert MemoryWatch().above(0) == above
 
 
 LIMITS = {

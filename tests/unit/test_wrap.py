@@ -72,9 +72,6 @@ def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     experts = [("model.layers.0.mlp.experts",), ("model.layers.0",)]
     assert unit_names(model)[1:3] == experts
     assert ("model.layers.0.mlp.experts",) not in unit_names(model, expert_unit_params=math.inf)
-    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
-    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
-    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
     model = Model(nn.ModuleList(running(6, width=256)))
     model.tower = nn.ModuleList(running(4, width=64))
     assert unit_names(model) == [*LAYERS, ("",)], "a tower below the ceiling is gathered with the root"
@@ -104,18 +101,6 @@ def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: N
     assert faults(model, expert_unit_params=0) == []
     with pytest.raises(WrapPlanError, match=r"Rule 4.*single expert of 'layers\.0\.moe\.experts'"):
         make_wrap_plan(model, policy=WrapPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
-
-
-class ReadsTable(nn.Module):
-    """Adds all positions at once, as encoders of sound do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens, self.positions = nn.Embedding(900, 8), nn.Embedding(950, 8)
-        self.layers = nn.ModuleList(RunningBlock() for _ in range(4))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed_tokens(ids) + self.positions.weight[: len(ids)]
 
 
 def test_two_dtypes_are_parted_or_the_rarer_is_left_whole(fake_group: None) -> None:
