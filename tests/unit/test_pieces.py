@@ -2,7 +2,7 @@
 conversions on tensors without data, against transformers on real ones, for each operation and whole architectures."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -21,13 +20,9 @@ from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import randomize, stored_tensors, tiny_config
 from tests.api import (
     Box,
-    LoadMap,
     PieceTensor,
-    Stored,
     View,
     local_boxes,
-    map_loading,
-    persistent_tensors,
     slice_view,
 )
 
@@ -102,10 +97,6 @@ RENAMED = [  # stored as the model has it, some keys renamed
     "bert", "wav2vec2", "deberta-v2",
 ]
 # fmt: on
-
-
-def loading_map(model: nn.Module, stored: Mapping[str, Stored]) -> LoadMap:
-    return map_loading(model, persistent_tensors(model), stored)
 
 
 def filled(symbol: PieceTensor, sources: dict[str, torch.Tensor]) -> torch.Tensor:
