@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -208,22 +208,6 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
     assert_opens("org/new", model, revision="small")
 
 
-def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
-    os.environ["HF_TOKEN"] = "secret"
-    adapted: Any = from_pretrained(main, peft_config=lora(init_lora_weights=False))
-    adapted.save_pretrained(out / "adapter", push_to_hub=True)
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(main), "me/adapter", **TOKEN)
-    tokens = torch.arange(24).reshape(2, 12)
-    expected = adapted(tokens).logits
-    assert torch.equal(plain(tokens).logits, expected)
-    merged = save_pretrained(
-        adapted, out / "merged", merge_adapters=True, push_to_hub=True, repo_id="me/adapter", **TOKEN
-    )
-    assert merged.commit_url
-    again = AutoModelForCausalLM.from_pretrained("me/adapter", **TOKEN)
-    assert torch.allclose(again(tokens).logits, expected, atol=1e-5), "and no adapter is put on it once more"
-
-
 def what_is_refused_is_said_before_anything_is_saved_or_the_save_stays(main: Path, out: Path) -> None:
     """`test_saves.py` has each step of an upload that fails."""
     model: Any = from_pretrained(main)
@@ -287,7 +271,6 @@ UPLOADS = (
     a_trainer_uploads_complete_checkpoints_and_its_model,
     a_trainer_says_what_it_could_not_upload,
     a_save_is_uploaded,
-    an_adapter_then_the_merged_model,
     what_is_refused_is_said_before_anything_is_saved_or_the_save_stays,
 )
 
@@ -308,7 +291,7 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     files = server.files("org/new", "small")
     saved = {f.name: f.read_bytes() for f in (out / "saved").iterdir() if f.name != "notes.txt"}
     assert {name: text for name, text in files.items() if name not in (".gitattributes", "README.md")} == saved
-    assert server.created["org/new"]["visibility"] == "private" and server.created["me/adapter"]["name"] == "adapter"
+    assert server.created["org/new"]["visibility"] == "private"
     first, second, third = (commit for commit in server.commits if commit["name"] == "org/new")
     assert [first["summary"], second["summary"], third["summary"]] == ["four files", "Upload model", "one file"]
     weights = {name for kind, name in first["done"] if name.endswith(".safetensors")}
@@ -317,8 +300,6 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     card = files["README.md"].decode()
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert json.loads(files["config.json"])["architectures"] == ["LlamaForCausalLM"]
-    assert "base_model:" in server.files("me/adapter")["README.md"].decode(), "PEFT's own card, which stays"
-    assert not [name for name in server.files("me/adapter") if name.startswith("adapter")]
     assert "org/down" not in {commit["name"] for commit in server.commits}
     trained, local = server.files("org/trained"), out / "trained"
     last = {f"last-checkpoint/{f.name}": f.read_bytes() for f in (local / "checkpoint-4").glob("*.*")}

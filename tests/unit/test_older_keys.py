@@ -18,7 +18,7 @@ from tests._checkpoints import make_model, tiny_config
 from tests._round_trip import OLDER_KEYS
 from tests.api import save_tokenizer, write_older_keys
 from tests.census.defaults import CONFIG_MAPPING
-from tests.readers import compare, equal_tokens, equal_values
+from tests.readers import compare, equal_tokens
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8}
@@ -106,32 +106,6 @@ def test_models_inside_have_keys_of_their_own_and_exports_write_both(tmp_path: P
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written.items() >= (NO_SCALING | {"num_experts": 4, "num_local_experts": 4}).items()
     assert written["rope_parameters"] == DEFAULT
-
-
-HUB: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("granitemoehybrid", {"num_hidden_layers": 2}, {"layer_types": ["mamba", "attention"]}),
-    ("llama", {}, {"torch_dtype": "bfloat16", "rope_theta": 7.0, "use_cache": True}),
-]
-"""Model types, and what the files of the hub have under other names."""
-
-
-@pytest.mark.parametrize(("model_type", "more", "hub"), HUB)
-def test_names_of_the_base_stay_as_long_as_they_say_what_is_saved(
-    tmp_path: Path, model_type: str, more: dict[str, Any], hub: dict[str, Any]
-) -> None:
-    content = {"model_type": model_type, "vocab_size": 64, "use_cache": True} | more | hub
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base/config.json").write_text(json.dumps(content))
-    config = hf.AutoConfig.from_pretrained(tmp_path / "base")
-    config.use_cache = False  # as the Trainer does
-    written = saved(config, tmp_path / "out")
-    assert {key: written.get(key) for key in hub} == hub and written["use_cache"] is True
-    config.use_cache = True
-    assert equal_values(hf.AutoConfig.from_pretrained(tmp_path / "out"), config)
-    if model_type == "llama":
-        config.rope_parameters["rope_theta"], config.dtype = 9.0, "float32"
-        written = saved(config, tmp_path / "other")
-        assert (written["rope_theta"], written["dtype"], written.get("torch_dtype")) == (9.0, "float32", None)
 
 
 def test_tokenizers_have_names_of_transformers_4(tmp_path: Path) -> None:

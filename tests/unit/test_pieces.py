@@ -1,89 +1,17 @@
 """Where the elements of a tensor come from: chunks, strided views and their parts in shards, against torch itself;
 conversions on tensors without data, against transformers on real ones, for each operation and whole architectures."""
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_fsdp_tools import save_pretrained
 from hf_fsdp_tools.steps import build_meta_model, load_weights
 from tests._checkpoints import randomize, stored_tensors, tiny_config
-from tests.api import (
-    Box,
-    PieceTensor,
-    View,
-    local_boxes,
-    slice_view,
-)
-
-
-@given(rows=st.integers(1, 24), outer=st.integers(1, 4), inner=st.integers(1, 4), last=st.booleans())
-def test_fsdp_over_tensor_parallel_holds_what_dtensor_splits(rows: int, outer: int, inner: int, last: bool) -> None:
-    """`_StridedShard` leaves a rank with several ranges; its own way to split a tensor is the reference."""
-    placements: list[Placement] = [_StridedShard(0, split_factor=inner), *([Shard(0)] if last else [])]
-    mesh_shape = [outer, inner][: len(placements)]
-    tensor = torch.arange(rows)
-    for i in range(outer):
-        for j in range(inner if last else 1):
-            expected = placements[0]._split_tensor(tensor, outer, with_padding=False, contiguous=True)[0][i]
-            if last:
-                parts = placements[1]._split_tensor(expected, inner, with_padding=False, contiguous=True)[0]
-                expected = parts[j] if j < len(parts) else expected[:0]
-            boxes = local_boxes([rows], placements, mesh_shape, [i, j][: len(placements)])
-            found = torch.full_like(expected, -1)
-            for box, (start,) in boxes:
-                found[start : start + box.length[0]] = tensor[box.start[0] : box.start[0] + box.length[0]]
-            assert torch.equal(found, expected)
-
-
-@st.composite
-def strided_views(draw: Callable[..., int]) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    base = torch.arange(math.prod(shape)).reshape(shape)
-    view = base
-    for _ in range(draw(st.integers(0, 3))):
-        step = draw(st.sampled_from(["permute", "slice", "split", "flatten"]))
-        dim = draw(st.integers(0, view.dim() - 1))
-        size = view.shape[dim]
-        if step == "permute":
-            view = view.permute(draw(st.permutations(range(view.dim()))))
-        elif step == "slice":
-            start = draw(st.integers(0, size - 1))
-            stop = draw(st.integers(start + 1, size))
-            view = view[(slice(None),) * dim + (slice(start, stop, draw(st.sampled_from([1, 2]))),)]
-        elif step == "split":
-            part = draw(st.sampled_from([k for k in range(1, size + 1) if size % k == 0]))
-            view = view.unflatten(dim, (part, size // part))
-        elif view.is_contiguous():
-            view = view.view(-1)
-    return base, view
-
-
-@settings(max_examples=150)
-@given(tensors=strided_views(), data=st.data())
-def test_the_part_of_a_view_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
-    base, tensor = tensors
-    start = tuple(data.draw(st.integers(0, n - 1)) for n in base.shape)
-    length = tuple(data.draw(st.integers(0, n - s)) for s, n in zip(start, base.shape, strict=True))
-    inside = base[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))].clone()
-    view = View(offset=tensor.storage_offset(), length=tuple(tensor.shape), strides=tensor.stride())
-    found: list[int] = []
-    for part, local in slice_view(view, base.shape, Box(start=start, length=length)):
-        wanted = tensor[part.slices]
-        assert torch.equal(inside.as_strided(local.length, local.strides, local.offset), wanted)
-        found += wanted.flatten().tolist()
-    assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
-
 
 # fmt: off
 CONVERTED = [  # stored in another layout than the model has
@@ -97,60 +25,6 @@ RENAMED = [  # stored as the model has it, some keys renamed
     "bert", "wav2vec2", "deberta-v2",
 ]
 # fmt: on
-
-
-def filled(symbol: PieceTensor, sources: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The real tensor that a symbolic one stands for; fails if its pieces overlap or leave something out."""
-    assert symbol.pieces is not None, symbol
-    result = torch.zeros(symbol.shape, dtype=symbol.dtype)
-    count = torch.zeros(symbol.shape, dtype=torch.int64)
-    for piece in symbol.pieces:
-        box = piece.box.slices
-        source = sources[piece.source].contiguous()
-        result[box] = source.as_strided(piece.view.length, piece.view.strides, piece.view.offset)
-        count[box] += 1
-    assert (count == 1).all()
-    return result
-
-
-@st.composite
-def movements(draw: Callable[..., Any]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    names = draw(st.lists(st.sampled_from(["permute", "split", "flatten", "reverse", "narrow", "halve"]), max_size=5))
-    join = draw(st.sampled_from([torch.cat, torch.stack]))
-    seeds = draw(st.lists(st.integers(0, 1000), min_size=len(names) + 1, max_size=len(names) + 1))
-
-    def run(tensors: list[torch.Tensor]) -> torch.Tensor:
-        t = join(tensors, dim=seeds[-1] % tensors[0].dim())
-        for name, seed in zip(names, seeds, strict=False):
-            dim = seed % t.dim()
-            size = t.shape[dim]
-            if name == "permute":
-                t = t.transpose(dim, -1)
-            elif name == "split":
-                factor = next(k for k in (3, 2, 1) if size % k == 0)
-                t = t.unflatten(dim, (factor, size // factor))
-            elif name == "flatten":
-                t = t.flatten(dim).contiguous()
-            elif name == "reverse":
-                t = torch.stack(t.unbind(dim)[::-1], dim)
-            elif name == "narrow":
-                t = t.narrow(dim, 0, (size + 1) // 2)
-            else:
-                t = torch.cat([part.reshape(-1) for part in t.chunk(2, dim)])
-        return t
-
-    return run
-
-
-@settings(max_examples=80)
-@given(movement=movements(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3))
-def test_any_chain_of_movements_is_followed(movement: Callable[..., torch.Tensor], shape: list[int]) -> None:
-    size = math.prod(shape)
-    real = {str(i): torch.arange(i * size, (i + 1) * size).reshape(shape) for i in range(3)}
-    symbols = [PieceTensor.named(k, shape, torch.int64) for k in real]
-    expected, found = movement(list(real.values())), movement(list(symbols))
-    assert isinstance(found, PieceTensor)
-    assert torch.equal(filled(found, real), expected)
 
 
 def model_class(config: Any) -> type[transformers.PreTrainedModel]:

@@ -22,7 +22,6 @@ from hf_fsdp_tools.saving.copies import host_copies
 from tests._late import POISON, LateSideStream, Machine
 from tests._transfers import read_transfers
 from tests.api import (
-    MAX_GAP_BYTES,
     Reader,
     Transfer,
     Writer,
@@ -107,22 +106,6 @@ def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call
     stats = read_transfers(reversed(transfers), staging_bytes=MIB)
     assert all(torch.equal(t, m) for t, m in zip(tensors, memory, strict=True))
     assert (stats.num_bytes, stats.calls, stats.staging_bytes) == (600_000, 1, 0)
-
-
-@pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 4, None)])
-def test_columns_are_read_without_waste_or_a_call_per_row(
-    tmp_path: Path, columns: int, calls: int, num_bytes: Any
-) -> None:
-    """Large gaps are skipped, small ones read through."""
-    tensor = torch.randn(256, 8192).to(torch.bfloat16)
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(tensor))
-    memory = torch.zeros(256, columns, dtype=torch.bfloat16)
-    transfer = Transfer(file=file, start=0, dtype=tensor.dtype, strides=(8192, 1), memory=memory)
-    stats = read_transfers([transfer], staging_bytes=64 * MIB)
-    assert torch.equal(memory, tensor[:, :columns])
-    assert stats.calls <= calls
-    assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
 
 
 def test_short_reads_go_on_and_bytes_are_told_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,28 +253,6 @@ def test_what_was_queued_before_comes_first(tmp_path: Path) -> None:
             reader.read(transfers)
             machine.stream(OWN).mark().synchronize()
             assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors, strict=True))
-
-
-def test_copies_are_waited_for_when_scattering_fails(tmp_path: Path) -> None:
-    """Memory, pinned or of shards, must not be freed under a copy."""
-    file, tensors = stored(tmp_path, 8, (64, 300), torch.float32)
-
-    class Failing(LateSideStream):
-        def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-            super().copy_each(to[:1], sources[:1])
-            raise RuntimeError("the kernel is not there")
-
-    with devices(late_s=0.02) as (machine, _):
-        side = Failing(machine, OWN)
-        transfers = places(file, tensors, all_of_it(machine, torch.bfloat16))
-        reader = Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT)
-        with reader, pytest.raises(RuntimeError, match="the kernel is not there"):
-            reader.begin(transfers)()
-        assert machine.copies_under_way == 0 and "copy" in machine.done
-        # nor where nobody waits for what was begun
-        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
-            reader.begin(transfers)
-        assert machine.copies_under_way == 0
 
 
 def test_what_an_accelerator_holds_is_copied_when_the_call_returns() -> None:
