@@ -205,9 +205,6 @@ def add_heads(folder: Path, heads: dict[str, torch.Tensor], **config: Any) -> di
     return heads
 
 
-# ---- quantised checkpoints ----
-
-
 def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Weights of 32 x 64 to 192 x 64 values, whose blocks three ranks cannot share evenly.
 
@@ -493,9 +490,6 @@ def dequantized_by_transformers(
         owner, _, name = key.rpartition(".")
         delattr(model.get_submodule(owner), name)
     return model
-
-
-# ---- sharded models ----
 
 
 def sharded_meta_model(kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any) -> Any:

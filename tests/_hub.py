@@ -155,8 +155,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(int(mood.split()[1]), b'{"error": "a mood"}')
         return self._send(200, content, headers, mood=mood)
 
-    # ---- uploading ----
-
     def do_PUT(self) -> None:
         """A file, by its SHA-256."""
         _, organization, name, oid = self.path.strip("/").split("/")
@@ -258,8 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, value: Any) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    # ---- answers ----
 
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})

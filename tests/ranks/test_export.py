@@ -60,9 +60,6 @@ def files_of(folder: Path) -> dict[str, Any]:
     }
 
 
-# ---- training states ----
-
-
 def save_of(accelerator: Any, model: Any, root: Path, view: Callable[[Any], Any] = lambda model: model) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -207,9 +204,6 @@ def test_the_command(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert err == "" and [line.split()[0] for line in out.splitlines()] == ["wrote", "also", "took"]
     assert "(4 weight files, 183.7 kB)" in out
     assert files_of(tmp_path / "out") == files_of(expected)
-
-
-# ---- checkpoints, and adapters that are merged, by one process ----
 
 
 @pytest.mark.parametrize("kind", ["tied", "gpt2", "deepseek_v3", "t5"])
@@ -362,8 +356,6 @@ def test_bad_input_is_refused_and_destroys_nothing(folders: dict[str, Path], tmp
     model.save_pretrained(tmp_path / "saved")
     assert differences(out, tmp_path / "saved") == []
 
-
-# ---- quantised bases that keep their format ----
 
 Made = Callable[[str], tuple[Path, Path]]
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "q_a_proj", "o_proj"], "init_lora_weights": False}

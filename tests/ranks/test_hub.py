@@ -173,9 +173,6 @@ def test_a_path_is_local_where_it_exists_or_can_be_no_name(tmp_path: Path, monke
                 use(name)
 
 
-# ---- uploads ----
-
-
 def assert_opens(name: str, model: torch.nn.Module, **how: Any) -> None:
     """Plain transformers downloads the same model; one rank after the other, as the cache is shared."""
     expected = full_state(model)

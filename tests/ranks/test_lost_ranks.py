@@ -22,7 +22,7 @@ from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weight
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.rounds import rounds_of
 from tests._dist import LIMIT_S, run_cases, run_ranks
-from tests.api import agreed, all_ranks
+from tests.api import all_ranks
 
 EVEN = {"pad_to_multiple_of": 2}
 """The 131 words of the checkpoint, which two ranks cannot divide."""
@@ -175,31 +175,3 @@ def test_a_killed_rank_ends_the_others(
     message = (tmp_path / "message").read_text()
     expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
     assert re.match(expected, message), message
-
-
-def keep_the_store(rank: int, ports: Any, messages: Any) -> None:
-    """Rank 0 keeps the store, as where no launcher does, and is stopped."""
-    store = dist.TCPStore("127.0.0.1", ports.get() if rank else 0, 2, rank == 0, wait_for_workers=False)
-    if rank == 0:
-        ports.put(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    liveness.SILENT_S = 2
-    with pytest.raises(RanksError) as caught:
-        all_ranks("here", "meeting")
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while True:
-            with agreed("saving"), agreed("saving a part"):
-                all_ranks("value", "exchanging")
-    messages.put(str(caught.value))
-    messages.close()
-    messages.join_thread()
-    os._exit(0)
-
-
-def test_the_others_learn_that_rank_0_which_keeps_the_store_is_stopped() -> None:
-    ports, messages = CONTEXT.Queue(), CONTEXT.Queue()
-    with living([CONTEXT.Process(target=keep_the_store, args=(rank, ports, messages)) for rank in range(2)]) as ranks:
-        assert "store of the process group does not answer (no answer for 2 s)" in messages.get(timeout=LIMIT_S / 2)
-        ranks[1].join(LIMIT_S / 2)
-        assert ranks[1].exitcode == 0

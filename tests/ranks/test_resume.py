@@ -52,8 +52,6 @@ from tests._training import ShardedTrainer, arguments, full_states, logged, make
 from tests.api import AVERAGES, MANIFEST, check_dcp, patched, problem_of, using_format
 from tests.ranks.test_saves import Folder, moments
 
-# ---- a plain loop ----
-
 
 class Loop:
     def __init__(self, accelerator, source, *, sharded_before, optimizer=torch.optim.AdamW):
@@ -238,9 +236,6 @@ def two_models_and_optimizers_in_another_order(sources, out):
         assert_same_tensors(found, whole)
 
 
-# ---- adapters ----
-
-
 def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -292,9 +287,6 @@ def a_state_of_an_adapter_holds_no_frozen_base(sources, out):
         accelerator.prepare(from_pretrained(large, accelerator=accelerator, peft_config=other))
         found = refusal(partial(accelerator.load_state, out / "lora"), CheckpointError)
         assert re.search(said, found) and found.endswith("as in the run that saved it."), found
-
-
-# ---- the Trainer ----
 
 
 def accuracy(prediction):
@@ -521,8 +513,6 @@ def test_at_each_moment_of_a_training_a_whole_state_is_there_and_nothing_else_co
 ) -> None:
     run_ranks(moments_of_a_trainer, 2, limit, blocking, folders["llama"], tmp_path)
 
-
-# ---- damage ----
 
 Damage = Callable[[Path], object]
 CODE = "cos\nsystem\n(S'true'\ntR."

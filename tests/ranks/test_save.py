@@ -193,9 +193,6 @@ def test_what_cannot_be_written_in_place_is_gathered_by_one_rank(tmp_path: Path)
             assert_same_tensors(stored_tensors(tmp_path / f"{name} {way}"), stored_tensors(tmp_path / f"{name} theirs"))
 
 
-# ---- in the background ----
-
-
 class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()

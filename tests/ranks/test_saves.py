@@ -53,7 +53,6 @@ from tests.ranks.test_hub import use_and_run
 OLD, NEW = 5, 6
 QUIET = {"load_kwargs": {"progress": False}}
 
-# ---- who hears of each change ----
 
 _WRITES = {"os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate"}
 _heard: dict[str, Callable[[], None] | None] = {"by": None}
@@ -106,9 +105,6 @@ class FailsOnce:
         self.left -= 1
         if self.left == 0:
             no_space()
-
-
-# ---- where ----
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -211,9 +207,6 @@ def fail_at_each_change(
         if any(all_ranks(here == rank and fault.left > 0)):
             return kept, saved
     raise AssertionError
-
-
-# ---- what ----
 
 
 def configured(model: PreTrainedModel, other: bool) -> PreTrainedModel:
@@ -335,8 +328,6 @@ def after_the_next(folder: Path) -> Any:
     return by_library(folder)
 
 
-# ---- the machine, in a folder ----
-
 CELLS = {
     "shards over as many, another config": Cell("60KB", "60KB", True),
     "an adapter over one of another config": Cell("adapter", "adapter", True),
@@ -442,9 +433,6 @@ def test_a_failure_at_any_change_is_undone(source: Path, tmp_path: Path, names: 
         assert kept_by_second or CELLS[name].new in ("adapter", "export"), "what rank 1 writes fails, too"
 
 
-# ---- the machine, in a store ----
-
-
 def test_a_store_has_at_each_request_the_old_checkpoint_or_the_new_one(source: Path) -> None:
     plain, target = build_and_load(source), Store()
     lora = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
@@ -505,8 +493,6 @@ def opened_from_store() -> dict[str, torch.Tensor]:
     return full_state(from_pretrained(Store.place, **QUIET))
 
 
-# ---- the machine, on the hub ----
-
 UPLOADS = [(step, blocking) for step in ("commit", "preupload", "batch", "put") for blocking in (True, False)]
 
 
@@ -542,9 +528,6 @@ def test_what_fails_at_a_step_of_an_upload_leaves_the_save_and_the_former_commit
         run_ranks(use_and_run, 2, server.url, tmp_path / "home", cases)
 
 
-# ---- two jobs, and jobs elsewhere ----
-
-
 def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(source: Path, tmp_path: Path) -> None:
     model, target = build_and_load(source), tmp_path / "saved"
     other = HiddenFolder(target)
@@ -577,9 +560,6 @@ def test_links_of_strangers_are_not_followed(source: Path, tmp_path: Path) -> No
     assert (home / "ssh" / "id").read_text() == "key" and (home / "data" / "rows").read_text() == "rows"
 
 
-# ---- adapters and full models in one folder ----
-
-
 def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp_path: Path) -> None:
     base, out = make_checkpoint("llama", tmp_path / "base", seed=OLD), tmp_path / "out"
     full_model, adapter = build_and_load(base), tuned(NEW)
@@ -596,9 +576,6 @@ def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp
         warnings.simplefilter("error")
         save_pretrained(adapter, base)
     assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
-
-
-# ---- errors that are the same on every rank ----
 
 
 class NoTokenizer:
@@ -657,9 +634,6 @@ def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(source:
     before = visible(target)
     run_ranks(every_fault, 2, source, target)
     assert visible(target) == before and not list(target.glob(".*")) and not (target / "new").exists()
-
-
-# ---- what a power failure leaves ----
 
 
 def record_syncs(source: Path, target: Path) -> list[str]:

@@ -65,9 +65,6 @@ def names_in(place: str) -> dict[str, tuple[int, int]]:
     return {n: there.version for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.BELOW).items()}
 
 
-# ---- checkpoints ----
-
-
 def a_kind_comes_back(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     """Boxes of either dimension, experts one by one, tied weights; the values are those that a folder would hold."""
     model = loaded(kind, folders[kind])
@@ -199,8 +196,6 @@ def test_a_rank_that_is_killed_in_a_save_leaves_what_was_there(
     assert len([name for name in names_in("former") if name.endswith(".safetensors")]) == 1
     assert_same_model(opened("llama", FORMER), plain_model("llama", folders["llama"]))
 
-
-# ---- training states ----
 
 BATCHES = batches_of(make_rows(8), 4)
 
@@ -372,9 +367,6 @@ def test_what_is_refused_denied_or_killed_damages_nothing(
     use(server.url, "tests")
     assert UNFINISHED in (names := names_in("next")) and MANIFEST not in names
     run_ranks(on_ranks, 2, server.url, [save_the_next], folders, True)
-
-
-# ---- stores that lie, on one process ----
 
 
 @pytest.fixture

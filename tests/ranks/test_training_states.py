@@ -44,9 +44,6 @@ def adapted(folder: Path) -> Any:
     return model
 
 
-# ---- folders, saved by 2 ranks ----
-
-
 def prepared(version: int, plain: Any, kind: StateDictType) -> tuple[Any, Any, Any]:
     options = {"use_orig_params": True} if version == 1 else {}
     accelerator = new_accelerator(fsdp_plugin=FSDPPlugin(fsdp_version=version, **options))
@@ -143,9 +140,6 @@ NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "another": lambda state: {"model": {"encoder.kernel.weight": state["lm_head.weight"]}},
 }
-
-
-# ---- opened by any number ----
 
 
 def models(folders: dict[str, Path], root: Path) -> None:

@@ -54,9 +54,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---- what a config says ----
-
-
 def of_group(**weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}}
     group["weights"] |= weights
@@ -85,9 +82,6 @@ def mixtral(intermediate_size: int) -> Any:
     config = hf.MixtralConfig(**sizes, vocab_size=131, num_local_experts=2, intermediate_size=intermediate_size)
     config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
     return build_meta_model(config)
-
-
-# ---- loading ----
 
 
 def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +155,6 @@ def test_what_transformers_needs_to_be_told_may_be_said(fp8: Path, tmp_path: Pat
     assert report.dequantized_from == "fp8" and "fp8: 38.0 kB as stored, with scales, became" in str(report)
     assert not hasattr(model.config, "quantization_config") and not getattr(model, "is_quantized", False)
 
-
-# ---- refusals ----
 
 Call = Callable[[Path, Path, Path], object]
 

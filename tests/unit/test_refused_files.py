@@ -64,9 +64,6 @@ def all_of(*damages: Damage) -> Damage:
     return lambda folder: [damage(folder) for damage in damages]
 
 
-# ---- good ones, of which copies are damaged ----
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("good")
@@ -159,9 +156,6 @@ def test_a_damaged_copy_is_one_error(good: dict[str, Path], tmp_path: Path, name
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-# ---- adapters ----
-
-
 def truncated(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -230,9 +224,6 @@ def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) 
     with patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
         _matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
-
-
-# ---- folders of weights ----
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
@@ -313,9 +304,6 @@ def test_a_folder_without_good_weights_is_one_error(tmp_path: Path, name: str) -
         with pytest.raises(CheckpointError, match=rf"(?s){said}") as caught:
             CheckpointIndex.open(folder, allow_pickle=allow_pickle)
         assert str(folder) in str(caught.value) and len(str(caught.value)) < 1000
-
-
-# ---- files that are no weights of the hub's ----
 
 
 def pickled(content: bytes, **records: bytes) -> Damage:

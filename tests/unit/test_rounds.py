@@ -225,9 +225,6 @@ def test_long_values_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.num_keys() < before - 36, "parts are deleted when all have read them"
 
 
-# ---- storage ----
-
-
 class Over(Exception):
     """The end of a rehearsal."""
 

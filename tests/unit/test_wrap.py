@@ -77,32 +77,6 @@ def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     assert unit_names(model) == [*LAYERS, ("",)], "a tower below the ceiling is gathered with the root"
 
 
-def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: None) -> None:
-    class Moe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(8, 6, bias=False)
-            self.experts = nn.ModuleList(running(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    class MoeBlock(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.Linear(8, 8)
-            self.moe = Moe()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
-    assert unit_names(model, expert_unit_params=0)[1:3] == [("layers.0.moe",), ("layers.0",)]
-    assert faults(model, expert_unit_params=0) == []
-    with pytest.raises(WrapPlanError, match=r"Rule 4.*single expert of 'layers\.0\.moe\.experts'"):
-        make_wrap_plan(model, policy=WrapPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
-
-
 def test_two_dtypes_are_parted_or_the_rarer_is_left_whole(fake_group: None) -> None:
     model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in model.layers:
