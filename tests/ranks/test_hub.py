@@ -105,13 +105,7 @@ def a_hub_that_falls_silent(main: Path, tagged: Path) -> None:
     assert all("'org/kept' (ReadTimeout" in text and "Using what is cached, in " in text for text in said)
 
 
-CASES = (
-    names_revisions_and_adapters,
-    without_the_network,
-    a_push_between_two_nodes,
-    refusals,
-    a_hub_that_falls_silent,
-)
+CASES = (names_revisions_and_adapters, without_the_network, a_push_between_two_nodes, refusals, a_hub_that_falls_silent)
 
 
 def use_and_run(url: str, home: Path, cases: Any, *args: Any) -> None:

@@ -327,12 +327,7 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
     assert not target.exists()
 
 
-CASES = (
-    values_of_the_moment,
-    disk_full_on_one_rank,
-    nobody_reads_what_rank_0_says,
-    no_memory_for_the_copy,
-)
+CASES = (values_of_the_moment, disk_full_on_one_rank, nobody_reads_what_rank_0_says, no_memory_for_the_copy)
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:

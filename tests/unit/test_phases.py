@@ -12,18 +12,7 @@ from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
-from tests.api import (
-    Feature,
-    Hook,
-    Phase,
-    Sharding,
-    Step,
-    Surgery,
-    at_steps,
-    describe_hooks,
-    features,
-    install,
-)
+from tests.api import Feature, Hook, Phase, Sharding, Step, Surgery, at_steps, describe_hooks, features, install
 
 
 def sharded(**options: object) -> nn.Module:

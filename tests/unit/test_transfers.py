@@ -21,14 +21,7 @@ from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import host_copies
 from tests._late import POISON, LateSideStream, Machine
 from tests._transfers import read_transfers
-from tests.api import (
-    Reader,
-    Transfer,
-    Writer,
-    available_bytes,
-    row_major_strides,
-    write_transfers,
-)
+from tests.api import Reader, Transfer, Writer, available_bytes, row_major_strides, write_transfers
 
 MIB = 2**20
 

@@ -13,24 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from hf_fsdp_tools import from_pretrained, unsharded
-from tests._checkpoints import lora, make_checkpoint, small_llama
+from tests._checkpoints import lora
 
 BF16 = {"mp_policy": "bf16"}
-EAGER = {"experts_implementation": "eager"}
 IDS = torch.randint(3, 131, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    parent = tmp_path_factory.mktemp("models")
-
-    def made(kind: str) -> Path:
-        folder = parent / kind
-        if folder.exists():
-            return folder
-        return small_llama(folder) if kind == "even" else make_checkpoint(kind, folder)
-
-    return made
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -45,9 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_loss_may_read_the_head_after_a_pass_of_the_base_alone(checkpoint: Callable[[str], Path]) -> None:
+def test_a_loss_may_read_the_head_after_a_pass_of_the_base_alone(folders: dict[str, Path]) -> None:
     """As TRL's chunked losses for GRPO do; a pass whose loss is never made leaves no old copy behind."""
-    model, expected = (loaded(checkpoint("tied"), **BF16) for _ in range(2))
+    model, expected = (loaded(folders["tied"], **BF16) for _ in range(2))
     head = model.lm_head.weight
     for step in range(2):
         model.model(IDS)
@@ -95,10 +81,10 @@ def step(model: Any, optimizer: torch.optim.Optimizer, *, autocast: bool) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_has_no_more_operators_than_a_plain_loop(case: str, checkpoint: Callable[[str], Path]) -> None:
+def test_a_step_has_no_more_operators_than_a_plain_loop(case: str, folders: dict[str, Path]) -> None:
     from peft import get_peft_model
 
-    options, folder = CASES[case], checkpoint("llama")
+    options, folder = CASES[case], folders["llama"]
     plain: Any = LlamaForCausalLM.from_pretrained(folder, dtype="bfloat16" if "dtype" in options else "float32")
     if "peft_config" in options:
         plain = get_peft_model(plain, options["peft_config"])
@@ -112,8 +98,8 @@ def test_a_step_has_no_more_operators_than_a_plain_loop(case: str, checkpoint: C
     assert ours.total() <= theirs.total(), (ours - theirs, theirs - ours)
 
 
-def test_weights_are_cast_once_for_a_text(checkpoint: Callable[[str], Path]) -> None:
-    model = loaded(checkpoint("llama"), **BF16).eval()
+def test_weights_are_cast_once_for_a_text(folders: dict[str, Path]) -> None:
+    model = loaded(folders["llama"], **BF16).eval()
     casts = []
     for gathered in (True, False):  # as it decides itself, and unit by unit
         with nullcontext() if gathered else unsharded(model, False):
