@@ -30,6 +30,7 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 from hf_fsdp_tools import CheckpointError, WrapPolicy, from_pretrained, save_pretrained, wait_for_saves
 from hf_fsdp_tools.saving import publish
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan
+from tests import api
 from tests._checkpoints import (
     KINDS,
     assert_same_model,
@@ -47,16 +48,6 @@ from tests._checkpoints import (
 )
 from tests._dist import run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored
-from tests.api import (
-    CheckpointIndex,
-    LoadReport,
-    SaveReport,
-    all_ranks,
-    patched,
-    plain_view,
-    wait_for_all_ranks,
-    wrap_fsdp1,
-)
 from tests.ranks.test_load import last_even_dim
 
 
@@ -68,7 +59,9 @@ def assert_same_checkpoint(kind: str, saved: Path, original: Path) -> None:
     assert wrong == "", kind
 
 
-def load_and_save(kinds: list[str], folders: dict[str, Path], root: Path) -> list[tuple[LoadReport, SaveReport]]:
+def load_and_save(
+    kinds: list[str], folders: dict[str, Path], root: Path
+) -> list[tuple[api.LoadReport, api.SaveReport]]:
     reports = []
     for kind in kinds:
         model = sharded_meta_model(kind, folders[kind])
@@ -86,7 +79,7 @@ def test_every_kind_is_loaded_and_saved_as_it_was(kinds: list[str], folders: dic
     per_rank = run_ranks(load_and_save, 3, kinds, folders, tmp_path)
     for kind, of_ranks in zip(kinds, zip(*per_rank, strict=True), strict=True):
         loads, reports = zip(*of_ranks, strict=True)
-        stored = CheckpointIndex.open(folders[kind]).num_bytes
+        stored = api.CheckpointIndex.open(folders[kind]).num_bytes
         assert all(load.read_ratio <= 1.01 for load in loads), kind
         assert stored <= sum(load.share_bytes for load in loads) <= 1.05 * stored, "each its share"
         assert_same_checkpoint(kind, tmp_path / kind, folders[kind])
@@ -96,12 +89,12 @@ def test_every_kind_is_loaded_and_saved_as_it_was(kinds: list[str], folders: dic
         assert not reports[0].gathered_bytes, kind
 
 
-def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
+def save_otherwise(folders: dict[str, Path], root: Path) -> list[api.SaveReport]:
     """HSDP, other shard dimensions, and fp32 master weights saved in the dtype they came from."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = loaded("mixtral", folders["mixtral"], mesh=mesh)
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patched(_MIN_PART_BYTES=64):  # else all are so small that one replica writes them alone
+    with api.patched(_MIN_PART_BYTES=64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
         save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
         later = wait_for_saves()
@@ -172,14 +165,14 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
             report = save_pretrained(model, tmp / f"{name} ours", staging_bytes=2**12)
         found.append((load.converted_bytes, report.gathered_bytes))
         save_both_ways(model, tmp / name)
-        save_pretrained(plain_view(as_fsdp1(plain)), tmp / f"{name} flat", staging_bytes=2**12)
+        save_pretrained(api.plain_view(as_fsdp1(plain)), tmp / f"{name} flat", staging_bytes=2**12)
     return found
 
 
 def as_fsdp1(plain: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return wrap_fsdp1(plain, make_wrap_plan(plain))
+        return api.wrap_fsdp1(plain, make_wrap_plan(plain))
 
 
 def test_what_cannot_be_written_in_place_is_gathered_by_one_rank(tmp_path: Path) -> None:
@@ -250,7 +243,7 @@ def save_both_ways(model: Any, folder: Path, *, live: Any = None, **options: Any
     assert report is not None and report.files and not known.files
     assert 0 < report.pause_seconds < report.seconds and report.copied_bytes >= report.bytes_written
     assert bytes_alive() - before < copied / 2, "the memory of the copy is free once it is written"
-    wait_for_all_ranks()
+    api.wait_for_all_ranks()
     assert files_in(folder / "later") == files_in(folder / "at once"), folder.name
     assert wait_for_saves() is None, "a report is given once"
 
@@ -262,7 +255,7 @@ def values_of_the_moment(source: Path, target: Path) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
     save_both_ways(from_pretrained(source / "llama", offload_policy=offload), target / "shards on the host")
     live = as_fsdp1(randomize(LlamaForCausalLM(LlamaConfig.from_pretrained(source / "llama"))))
-    save_both_ways(plain_view(live), target / "FSDP1", live=live)
+    save_both_ways(api.plain_view(live), target / "FSDP1", live=live)
 
 
 class WithAnother(torch.optim.SGD):
@@ -296,7 +289,7 @@ def disk_full_on_one_rank(source: Path, target: Path) -> None:
                 time.sleep(0.001 if dist.get_rank() == 0 else 0.02)
         steps = -weight.item()
         assert -other.item() == steps > 3, "the step that was to come has not begun"
-        assert len(set(all_ranks((steps, str(caught.value))))) == 1
+        assert len(set(api.all_ranks((steps, str(caught.value))))) == 1
         assert wait_for_saves() is None, "an error is raised once"
         for stop in (wait_for_saves, partial(save_pretrained, model, target), partial(from_pretrained, target)):
             save()
@@ -319,11 +312,11 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
     """One machine, so that the least that a rank sees is what all have together."""
     model = loaded("llama", source / "llama")
     share = 10**9 if dist.get_rank() == 0 else 10_000
-    with patched(available_bytes=lambda: share):
+    with api.patched(available_bytes=lambda: share):
         text = refusal(partial(save_pretrained, model, target, max_shard_size="60KB", blocking=False), CheckpointError)
         said = r"a copy: .* kB of host memory for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
         assert re.search(said, text)
-    wait_for_all_ranks()
+    api.wait_for_all_ranks()
     assert not target.exists()
 
 

@@ -22,20 +22,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_fsdp_tools import CheckpointError, FSDPToolsError, LaunchConfig, from_pretrained, load_adapter
 from hf_fsdp_tools.loading.quantized.by_config import _matches
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
+from tests import api
 from tests._checkpoints import Runs, make_checkpoint, make_model
-from tests.api import (
-    MANIFEST,
-    METADATA,
-    CheckpointIndex,
-    _problem_of_state,
-    load_pickled,
-    matched,
-    parse_dcp,
-    parse_pickled,
-    patched,
-    read_manifest,
-    refuse_damage,
-)
 from tests.unit.test_index import Damage, config, stored
 
 MOST_CHARACTERS = 1500
@@ -88,9 +76,9 @@ def metadata(change: Callable[[Metadata, Any], object]) -> Damage:
     """Of a folder of DCP; the second argument is the place of the head's tensor."""
 
     def damage(folder: Path) -> None:
-        content: Metadata = pickle.loads((folder / METADATA).read_bytes())
+        content: Metadata = pickle.loads((folder / api.METADATA).read_bytes())
         change(content, next(place for key, place in content.storage_data.items() if key.fqn == HEAD))
-        (folder / METADATA).write_bytes(pickle.dumps(content))
+        (folder / api.METADATA).write_bytes(pickle.dumps(content))
 
     return damage
 
@@ -104,7 +92,7 @@ COPIES: dict[str, tuple[str, Damage, str]] = {
          r"names '\.\./other', expected a file of the folder"),
     "a chunk too few": ("dcp", metadata(lambda content, _: content.state_dict_metadata[HEAD].chunks.pop()),
          r"chunks of .* \[131, 48\] leave something out.*save it again"),
-    "code in DCP": ("dcp", text(METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
+    "code in DCP": ("dcp", text(api.METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
     "chunks too short": ("dcp", lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
          "bytes long, but .* is at bytes .*The checkpoint is not complete"),
     "weights out of the folder": ("files", config(transformers_weights="../x.safetensors"),
@@ -160,7 +148,7 @@ def test_a_damaged_adapter_is_one_error_and_leaves_the_model(good: Any, tmp_path
     damage(folder := Path(shutil.copytree(good["adapter"], tmp_path / "damaged")))
     model = AutoModelForCausalLM.from_pretrained(good["files"])
     before = described(model)
-    with patched(_MATCH_S=0.1), pytest.raises(FSDPToolsError, match=said) as caught:
+    with api.patched(_MATCH_S=0.1), pytest.raises(FSDPToolsError, match=said) as caught:
         load_adapter(model, folder)
     assert len(str(caught.value)) < MOST_CHARACTERS
     assert described(model) == before and not (folder / "ran").exists()
@@ -184,9 +172,9 @@ def test_a_file_does_not_say_what_this_process_connects_to(good: Any, tmp_path: 
 @pytest.mark.parametrize("pattern", [*ENDLESS, "(.*", "(){1000000000}", "((){ 999 , }){999}", "(" * 10_001])
 def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) -> None:
     """`regex` unrolls what is counted, until no memory is left."""
-    assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
+    assert api.matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
     said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
-    with patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
+    with api.patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
         _matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
 
@@ -267,7 +255,7 @@ def test_a_folder_without_good_weights_is_one_error(tmp_path: Path, name: str) -
     damage(folder)
     for allow_pickle in (False, True) if said.startswith("No weights") else (False,):
         with pytest.raises(CheckpointError, match=rf"(?s){said}") as caught:
-            CheckpointIndex.open(folder, allow_pickle=allow_pickle)
+            api.CheckpointIndex.open(folder, allow_pickle=allow_pickle)
         assert str(folder) in str(caught.value) and len(str(caught.value)) < 1000
 
 
@@ -290,7 +278,7 @@ def saved_code(folder: Path, name: str = "x.bin") -> None:
 
 def check_state(folder: Path) -> None:
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
-    if found := _problem_of_state(folder, args):
+    if found := api._problem_of_state(folder, args):
         raise CheckpointError(f"{folder} {found}")
 
 
@@ -299,7 +287,7 @@ def of(name: str, read: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda folder: read(folder / name)
 
 
-parsed, read_safely = of("x.bin", parse_pickled), of("x.bin", partial(load_pickled, safe=TORCH_SAFE_GLOBALS))
+parsed, read_safely = of("x.bin", api.parse_pickled), of("x.bin", partial(api.load_pickled, safe=TORCH_SAFE_GLOBALS))
 translated, checked = of("c.yaml", LaunchConfig.translate_file), of("c.yaml", LaunchConfig.check_file)
 
 
@@ -322,17 +310,17 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
     "expanded": (saved({"a": torch.ones(3).expand(4, 3)}), parsed, "'a' is an expanded .*contiguous"),
     "a pipe": (pipe("x.bin"), parsed, "is no regular file"),
     "MLX": (all_of(*OF_MLX), from_pretrained, r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE"),
-    "a manifest that is a pipe": (pipe(MANIFEST), read_manifest, "is no regular file"),
+    "a manifest that is a pipe": (pipe(api.MANIFEST), api.read_manifest, "is no regular file"),
     **{
-        f"a manifest, {i}": (text(MANIFEST, content), read_manifest, MANIFEST)
+        f"a manifest, {i}": (text(api.MANIFEST, content), api.read_manifest, api.MANIFEST)
         for i, content in enumerate(("{", "null", '{"format": 2}', '{"format": 1, "ranks": 2, "files": {"../a": {}}}'))
     },
     "a history of numbers": (text("trainer_state.json", HISTORY), check_state, r"\(log_history is \[5\]\)"),
     "a billion labels": (of_llama(num_labels=10**9), open_checkpoint, "'num_labels' is 1000000000, expected at most"),
-    "a scheduler of another kind": (saved([1], "scheduler.bin"), refuse_damage,
+    "a scheduler of another kind": (saved([1], "scheduler.bin"), api.refuse_damage,
          r"scheduler\.bin: holds a list, expected"),
     **{
-        f"code in {name}": (partial(saved_code, name=name), refuse_damage, f"{name}: .*could run code")
+        f"code in {name}": (partial(saved_code, name=name), api.refuse_damage, f"{name}: .*could run code")
         for name in ("scheduler.pt", "rng_state.pth")
     },
     "YAML of a megabyte": (yaml("a: 1\n" * 250_000), checked, "is 1,250,000 bytes long"),
@@ -363,8 +351,8 @@ PICKLES = {
 
 for _name, (_content, _said) in PICKLES.items():
     FILES[f"{_name}, pickled"] = (pickled(_content), read_safely, rf"x\.bin: .* opened: .*{_said}.*download it again")
-    _metadata = text(METADATA, b"\x80\2" + _content + b".")
-    FILES[f"{_name}, in DCP"] = (_metadata, parse_dcp, rf"\.metadata: cannot be read as .*{_said}.*Save it again")
+    _metadata = text(api.METADATA, b"\x80\2" + _content + b".")
+    FILES[f"{_name}, in DCP"] = (_metadata, api.parse_dcp, rf"\.metadata: cannot be read as .*{_said}.*Save it again")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -168,18 +168,6 @@ def lookout(two: list[Rounds], clock: Clock) -> Lookout:
     return Lookout(two[0]._store, "round.0", (0, 1), 0)
 
 
-def test_a_rank_that_moves_is_waited_for_and_one_that_does_not_is_given_up(
-    two: list[Rounds], lookout: Lookout, clock: Clock
-) -> None:
-    for second in range(100):
-        beat = beat_of(["reading", "round.0"], count=second, progress=min(second, 50))
-        two[1]._store.set("beat/1", beat)
-        problem = lookout.problem("reading", (20.5, 20.5))
-        assert bool(problem) == (second > 70), second
-        clock.now += 1
-    assert problem.startswith("While reading: no progress for 49 s. rank 1 is reading (49 s without progress)")
-
-
 @pytest.mark.parametrize(
     ("place", "moves", "other"),
     [
