@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,36 +57,23 @@ def cases(draw: Callable[..., Any]) -> list[tuple[torch.Tensor, torch.Tensor, to
 @given(tensors=cases(), odd=st.integers(0, 7), staging=st.sampled_from([1024, MIB]))
 def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int, staging: int) -> None:
     """Unaligned data, casts, strides on both sides, buffers smaller than a tensor; writing touches nothing else."""
-    file, copy = tmp_path / "stored.bin", tmp_path / "copy.bin"
-    content = b"x" * odd
-    transfers, expected, begins = [], [], []
+    file, content = tmp_path / "stored.bin", b"x" * odd
+    transfers, expected = [], []
     for tensor, view, dtype, gaps in tensors:
         memory = torch.zeros([2 * n for n in view.shape] if gaps else view.shape, dtype=dtype)
         memory = memory[tuple(slice(0, n) for n in view.shape)]
         start = len(content) + view.storage_offset() * tensor.element_size()
-        begins.append(len(content))
         transfers.append(Transfer(file=file, start=start, dtype=tensor.dtype, strides=view.stride(), memory=memory))
         expected.append(view.to(dtype))
         content += raw(tensor)
     file.write_bytes(content)
-    read_transfers(transfers, staging_bytes=staging)
-    for transfer, values in zip(transfers, expected, strict=True):
-        assert torch.equal(transfer.memory, values)
-
-    copy.write_bytes(b"\xaa" * len(content))
-    write_transfers([replace(t, file=copy) for t in transfers], staging_bytes=staging)
-    reference = torch.full((len(content),), 0xAA, dtype=torch.uint8)
-    for transfer, values, begin in zip(transfers, expected, begins, strict=True):
-        size = max(t.numel() for t, *_ in tensors) * 8  # aligned scratch, then only this tensor's own bytes
-        tensor = next(t for (t, v, *_), e in zip(tensors, expected, strict=True) if e is values)
-        span = slice(begin, begin + tensor.numel() * tensor.element_size())
-        scratch = torch.zeros(size, dtype=torch.uint8)[: span.stop - span.start]
-        scratch.copy_(reference[span])
-        typed = scratch.view(tensor.dtype)
-        first = (transfer.start - begin) // tensor.element_size()
-        typed.as_strided(values.shape, transfer.strides, first).copy_(values)
-        reference[span] = scratch
-    assert copy.read_bytes() == reference.numpy().tobytes()
+    for is_zero in (False, True):
+        read_transfers(transfers, staging_bytes=staging)
+        for transfer, values in zip(transfers, expected, strict=True):
+            assert torch.equal(transfer.memory, values * (not is_zero))
+            transfer.memory.copy_(values * is_zero)
+        write_transfers(transfers, staging_bytes=staging)
+    assert file.read_bytes() == content, "what was zero for a while is as it was, and all around it"
 
 
 def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call(tmp_path: Path) -> None:
@@ -132,17 +118,14 @@ def test_what_is_available_is_the_least_of_machine_and_container(tmp_path: Path,
         assert available_bytes(tmp_path) == expected
 
 
-def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = whole(tmp_path / "absent.bin", torch.zeros(1000), torch.zeros(1000))
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check path"):
-        read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
-    file = tmp_path / "full.bin"
-    file.write_bytes(bytes(4000))
+        read_transfers([part], staging_bytes=MIB)
+    part.file.write_bytes(bytes(4000))
     monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(CheckpointError, match="Input/output error"):
-        read_transfers([whole(file, torch.zeros(1000), torch.zeros(1000))], staging_bytes=MIB)
-    monkeypatch.setattr(os, "pwritev", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match=r"Cannot write .*full\.bin', where .* are free: .*No space.*and space"):
-        write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
+        read_transfers([part], staging_bytes=MIB)
 
 
 KIB = 2**10
