@@ -120,13 +120,10 @@ def same(tensors: Tensors) -> Tensors:
 CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] = {
     # name: (kind of checkpoint, what is changed, class that loads it, arguments)
     "nothing wrong": ("llama", same, hf.AutoModelForCausalLM, {}),
-    "head to base": ("llama", same, hf.AutoModel, {}),
     "base to head": ("base", same, hf.AutoModelForCausalLM, {}),
-    "tied, embedding missing": ("tied", drop("embed_tokens"), hf.AutoModelForCausalLM, {}),
     "a layer missing, keys too many": ("deepseek_v3",
          lambda t: add("model.layers.7.mlp.up_proj.weight", "junk")(drop("layers.1.")(t)),
          hf.AutoModelForSequenceClassification, {"num_labels": 5}),
-    "a whole expert layer missing": ("mixtral", drop("1.mlp", "1.block_sparse_moe"), hf.AutoModelForCausalLM, {}),
     "ignored keys": ("llama", lambda t: add("adapter.x", "model.other.x")(drop("q_proj", "k_proj")(t)), Quiet, {}),
     "half of T5": ("t5", same, hf.T5EncoderModel, {}),
     "other shapes": ("llama", drop("layers.0.mlp"), hf.AutoModelForCausalLM, {"vocab_size": 77, **MISMATCHED}),

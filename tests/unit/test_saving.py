@@ -39,17 +39,6 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     assert manifest.damage(folder) == {"optimizer_0/.metadata": "is absent", "scheduler.pt": sizes}
 
 
-@pytest.mark.parametrize("text", ["", "{}", "7", '{"global_step": "2"}', '{"global_step": 2, "unheard_of": 1}'])
-def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text: str) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    (folder / "trainer_state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        last_complete(str(tmp_path))
-    checkpoint(tmp_path / "checkpoint-0", 0)
-    with pytest.warns(UserWarning, match=r"Resuming from checkpoint-0: '.*checkpoint-1' has"):
-        assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-0")
-
-
 def test_rotation_keeps_the_limit_and_the_best_and_what_a_link_leads_to(tmp_path: Path) -> None:
     """A checkpoint that was interrupted does not count; a folder without a number stays."""
     folders = [checkpoint(tmp_path / f"checkpoint-{step}", step) for step in range(1, 7)]

@@ -88,23 +88,6 @@ def test_two_dtypes_are_parted_or_the_rarer_is_left_whole(fake_group: None) -> N
     assert faults(model) == []
 
 
-class Holder(nn.Module):
-    """A block that is called part by part: it has no forward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = Runs(), Runs()
-
-
-class Runs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 class RunningBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.mlp(self.attn(x)))
@@ -112,32 +95,6 @@ class RunningBlock(Block):
 
 def running(count: int = 6, width: int = 8) -> list[RunningBlock]:
     return [RunningBlock(width) for _ in range(count)]
-
-
-def tied_across_blocks() -> nn.Module:
-    model = Model(nn.ModuleList(running()))
-    for block in model.layers[1:]:
-        block.mlp = model.layers[0].mlp
-    return model
-
-
-SHAPES = {
-    "holders without forward": lambda: Model(nn.ModuleList(Holder() for _ in range(6))),
-    "sequential model": lambda: nn.Sequential(nn.Embedding(32, 8), *running(), nn.LayerNorm(8), nn.Linear(8, 32)),
-    "unequal blocks": lambda: Model(nn.ModuleList(RunningBlock(width) for width in (8, 16, 32, 48))),
-    "shared module in every block": tied_across_blocks,
-    "one layer many times": lambda: Model(nn.ModuleList([RunningBlock(32)] * 6)),
-    "nothing repeats": lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 100), nn.LayerNorm(100)),
-    "one leaf": lambda: nn.Linear(8, 8),
-    "many kinds": lambda: nn.Sequential(
-        nn.Linear(64, 64), nn.Conv1d(64, 64, 1), nn.Bilinear(8, 8, 64), nn.GRU(32, 16), nn.PReLU(4000), nn.RNN(40, 40)
-    ),
-    "torch encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 3, enable_nested_tensor=False),
-}
-
-
-def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None) -> None:
-    assert not {shape: found for shape, make in SHAPES.items() if (found := faults(make()))}
 
 
 def test_a_policy_chooses_units_options_and_sizes() -> None:
