@@ -12,10 +12,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_fsdp_tools import CheckpointError, FSDPPlugin, export_checkpoint, from_pretrained
 from tests._checkpoints import assert_same_model, assert_same_tensors, full_state, plain_model, stored_tensors
@@ -69,17 +66,6 @@ def save_by_accelerate(version: int, plain: Any, kind: StateDictType, folder: Pa
         save_fsdp_model(plugin, accelerator, model, str(folder), **options)
 
 
-def save_by_writer(tensors: dict[str, torch.Tensor], folder: Path, *, joined: bool = False, files: int = 1) -> None:
-    """As torchtitan's `last_save_in_hf` does, and whoever uses torch's writer."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {
-        key: distribute_tensor(t, mesh, [Shard(t.dim() - 1 if "down" in key else 0)]) for key, t in tensors.items()
-    }
-    placed = {key: 1 + i % files for i, key in enumerate(state)}
-    writer = HuggingFaceStorageWriter(str(folder), placed, save_distributed=True, enable_consolidation=joined)
-    dcp.save(state, storage_writer=writer)
-
-
 def save_all(folders: dict[str, Path], root: Path) -> None:
     llama = folders["llama"]
     for version, kind in ((1, "tied"), (2, "llama")):
@@ -97,8 +83,6 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
     save_by_accelerate(2, adapted(llama), FULL, root / "adapter 2 FULL", adapter_only=True)
     if dist.get_rank() == 0:
         arrange_as_axolotl(root, llama)
-    save_by_writer(stored_tensors(llama), root / "writer" / "llama", files=2)
-    save_by_writer(stored_tensors(folders["mixtral"]), root / "writer" / "mixtral", joined=True)
     model = from_pretrained(llama)
     state = model.state_dict()
     for name, saved in NAMES.items():
@@ -152,8 +136,6 @@ def models(folders: dict[str, Path], root: Path) -> None:
         root / "accelerate 2" / "checkpoint-5": ("llama", False),
         root / "accelerate 2" / "whole" / "pytorch_model_fsdp.bin": ("llama", False),
         out / "merged": ("llama", False),
-        root / "writer" / "llama": ("llama", True),
-        root / "writer" / "mixtral" / "sharded": ("mixtral", True),
         **{root / "names" / name: ("llama", True) for name in list(NAMES)[:6]},
     }
     for source, (kind, is_given) in sources.items():

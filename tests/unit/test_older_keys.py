@@ -23,7 +23,6 @@ from tests.readers import compare, equal_tokens
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1}
-LONGROPE = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 BASE = {"rope_theta": 123.0}
 HALF = {"partial_rotary_factor": 0.5}
 
@@ -40,14 +39,12 @@ ROPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("llama", rope | BASE, BASE | {"rope_scaling": rope})
         for rope in (LLAMA3, YARN, *({"rope_type": name, "factor": 2.0} for name in ("linear", "dynamic")))
     ),
-    ("phi3", LONGROPE | BASE, BASE | {"rope_scaling": LONGROPE, "partial_rotary_factor": 1.0}),
     ("gpt_neox", DEFAULT | HALF, {"rotary_emb_base": 123.0, "rotary_pct": 0.5, "rope_scaling": None}),
     (
         "gemma3",
         of_layers({"rope_type": "linear", "factor": 8.0} | BASE),
         BASE | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 45.0},
     ),
-    ("modernbert", of_layers(DEFAULT), {"global_rope_theta": 123.0, "local_rope_theta": 45.0}),
 ]
 """Model types, rope of transformers 5, and the keys of transformers 4; logits are equal in 4.57.6 for all it has."""
 

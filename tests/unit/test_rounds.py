@@ -1,25 +1,21 @@
-"""Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other; and
-storage that does not answer is named."""
+"""Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
 
 import json
 import pickle
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
-from hf_fsdp_tools.distributed import liveness, rounds, storage
+from hf_fsdp_tools.distributed import rounds
 from tests.api import Box, Lookout, Rounds, rounds_of_thread, wait_for_all_ranks
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
@@ -148,22 +144,8 @@ def beat_of(*places: list[str], count: int = 1, progress: int = 1) -> str:
     return json.dumps({"count": count, "progress": progress, "at": places, "for": ""})
 
 
-class Clock:
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock = Clock()
-    monkeypatch.setattr(liveness, "time", clock)
-    yield clock
-
-
-@pytest.fixture
-def lookout(two: list[Rounds], clock: Clock) -> Lookout:
+def lookout(two: list[Rounds]) -> Lookout:
     two[0]._store.append("round.0/values", "0 here\n")
     return Lookout(two[0]._store, "round.0", (0, 1), 0)
 
@@ -189,19 +171,6 @@ def test_a_rank_that_never_meets_this_one_is_named(
     assert problem.startswith(expected) and bool(problem) == bool(expected), problem
 
 
-@pytest.mark.parametrize(("seconds_each", "given_up_s"), [(1, 61), (70, None)])
-def test_a_stopped_rank_is_given_up_by_who_has_looked_for_a_minute(
-    lookout: Lookout, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds_each: int, given_up_s: int | None
-) -> None:
-    """A job that is stopped as a whole goes on at different moments: who looks after 70 s was stopped itself."""
-    monkeypatch.setattr(liveness, "_state_of", lambda process: "T")
-    for look in range(12 if given_up_s is None else 70):
-        problem = lookout.problem("reading", (600, 600))
-        assert bool(problem) == (given_up_s is not None and look >= given_up_s), (look, problem)
-        clock.now += seconds_each
-    assert not problem or problem.startswith("While reading: rank 1 is stopped (SIGSTOP) for ")
-
-
 def test_long_values_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server refuses 8 MiB, with an error that says that its process has ended."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -211,49 +180,3 @@ def test_long_values_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = server.num_keys()
     assert together(*(lambda each=each: each.exchange(each.rank, "saving") for each in both)) == [[0, 1]] * 2
     assert server.num_keys() < before - 36, "parts are deleted when all have read them"
-
-
-class Over(Exception):
-    """The end of a rehearsal."""
-
-
-class Rehearsal(Clock):
-    """The watch on a clock that nobody waits for."""
-
-    now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        if self.now > self.end:
-            raise Over
-        self.at()
-
-    def run(self, end: float, at: Callable[[], object] = lambda: None) -> list[str]:
-        """What is warned of up to that time; `at` is called before each look."""
-        self.end, self.at = end, at
-        with warnings.catch_warnings(record=True) as told, pytest.raises(Over):
-            warnings.simplefilter("always")
-            storage._watch()
-        return [str(warning.message) for warning in told]
-
-
-def test_a_call_that_does_not_end_is_named_again_after_twice_the_time_and_short_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(storage, "time", clock := Rehearsal())
-    monkeypatch.setattr(storage, "_watcher", Mock(is_alive=lambda: True))  # no thread: `run` is it
-    with storage.watched(Path("weights"), 1234):
-        told = clock.run(200)
-    said = [f"weights: no answer at byte 1,234 for {seconds} s" for seconds in (30, 60, 120)]
-    assert [text.split(";")[0] for text in told] == said
-    with ExitStack() as stack:  # two of 20 s at a time, for ten minutes
-
-        def begin_anew() -> None:
-            if clock.now % 20 == 0:
-                stack.close()
-                stack.enter_context(storage.watched(Path("weights")))
-                stack.enter_context(storage.watched(Path("within")))
-
-        clock.now = 0.0
-        begin_anew()
-        assert clock.run(600, begin_anew) == []
