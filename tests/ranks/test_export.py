@@ -120,7 +120,7 @@ def test_a_checkpoint_is_written_again_in_small_parts(folders: dict[str, Path], 
     assert differences(tmp_path / "out", folders[kind]) == []
 
 
-def test_dtypes_stay_files_of_a_tokenizer_come_along_tokens_are_found(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_dtypes_stay_and_files_of_a_tokenizer_come_along(tmp_path: Path) -> None:
     source = make_checkpoint("llama", tmp_path / "source", dtype=torch.bfloat16)
     (file, *_) = sorted(source.glob("*.safetensors"))
     save_file({key: t.float() for key, t in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -134,11 +134,6 @@ def test_dtypes_stay_files_of_a_tokenizer_come_along_tokens_are_found(tmp_path: 
     export_checkpoint(source, tmp_path / "cast", dtype=torch.float16)
     assert {t.dtype for t in stored_tensors(tmp_path / "cast").values()} == {torch.float16}
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == "float16"
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
-    model.resize_token_embeddings(140, mean_resizing=False)
-    model.save_pretrained(tmp_path / "grown")
-    export_checkpoint(tmp_path / "grown", tmp_path / "out", config=folders["llama"])
-    assert differences(tmp_path / "out", tmp_path / "grown") == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

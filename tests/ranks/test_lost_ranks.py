@@ -5,11 +5,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained, wait_for_saves
-from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.rounds import rounds_of
-from tests._dist import LIMIT_S, run_cases, run_ranks
+from hf_fsdp_tools.distributed import liveness
+from tests._dist import LIMIT_S, run_ranks
 from tests.api import all_ranks
 
 EVEN = {"pad_to_multiple_of": 2}
@@ -66,20 +62,7 @@ def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
         weights.send(lambda bucket: None, 2**16)
 
 
-def join(folder: Path, sent: signal.Signals) -> None:
-    """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
-    rounds_of_all = rounds_of()
-    assert rounds_of_all is not None
-    scope = rounds_of_all._scopes[-1]
-    count = f"{scope.path}.{scope.count}/count"
-    while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
-        time.sleep(0.01)
-    with patch.object(rounds, "_outcome", once(sent, rounds._outcome)):
-        all_ranks("value", "joining")
-
-
 ROADS = {
-    "join": (join, "joining"),
     "load": (load, "reading the checkpoint"),
     "save": (save, "(writing|adding up)"),
     "save later": (save_later, "(saving in the background|adding up)"),
@@ -111,14 +94,10 @@ def stop_on(road: str, folder: Path) -> None:
     assert len(set(all_ranks(str(caught.value)))) == 1
 
 
-def stop_on_every_road(folder: Path) -> None:
-    run_cases({road: partial(stop_on, road) for road in ("join", "load")}, folder)
-
-
 def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.symlink_to(folders["llama"])
-    run_ranks(stop_on_every_road, 2, folder)
+    run_ranks(stop_on, 2, "load", folder)
 
 
 def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -> None:
@@ -133,18 +112,6 @@ def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -
         ROADS[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
     folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
-
-
-@contextmanager
-def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
-    for rank in ranks:
-        rank.start()
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
 
 
 @pytest.mark.parametrize(
@@ -166,12 +133,16 @@ def test_a_killed_rank_ends_the_others(
     folder = tmp_path / "model"
     folder.symlink_to(folders["qwen3_moe" if sizes else "llama"])
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    with living(
-        [CONTEXT.Process(target=live, args=(rank, store.port, road, folder, sizes)) for rank in range(2)]
-    ) as ranks:
+    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder, sizes)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
         for rank in ranks:
             rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
+    finally:
+        for rank in ranks:
+            rank.kill()
     message = (tmp_path / "message").read_text()
     expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
     assert re.match(expected, message), message
