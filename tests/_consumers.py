@@ -1,9 +1,5 @@
-"""Stand-ins for consumers of weights, by their published contracts: vLLM 0.33 (`distributed/weight_transfer/base.py`,
-`nccl_engine.py`; its HTTP server as TRL 1.16 calls it), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
-`weight_updater.py`, `tensor_bucket.py`) and verl 0.9 (`workers/engine`).
-
-What a contract refuses, a stand-in refuses.
-"""
+"""Stand-ins for consumers of weights, by their published contracts: vLLM 0.33, SGLang 0.5.23, verl 0.9. What a contract
+refuses, a stand-in refuses."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """Names on the hub: what a name means, what is downloaded for real by huggingface_hub from a small hub on this machine,
 and what is uploaded to it from shards and downloaded again."""
 
-import json
 import os
 import re
 import shutil
@@ -280,7 +279,6 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert {name for _, name in first["done"]} >= {"README.md", "config.json", "generation_config.json"}
     card = files["README.md"].decode()
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
-    assert json.loads(files["config.json"])["architectures"] == ["LlamaForCausalLM"]
     assert "org/down" not in {commit["name"] for commit in server.commits}
     trained, local = server.files("org/trained"), out / "trained"
     last = {f"last-checkpoint/{f.name}": f.read_bytes() for f in (local / "checkpoint-4").glob("*.*")}
@@ -288,6 +286,4 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert sum(name.startswith("last-checkpoint/optimizer_0/") for name in trained) == 3
     steps = [commit["summary"] for commit in server.commits if commit["name"] == "org/trained"]
     assert steps == [*(f"Training in progress, step {step}" for step in (2, 4)), "End of training", "Model save"]
-    words = ("- asked", "- ours", "This model is a fine-tuned version of `main` on")
-    assert all(part in trained["README.md"].decode() for part in words)
     assert trained["model.safetensors"] == (local / "model.safetensors").read_bytes() and "training_args.bin" in trained

@@ -8,20 +8,17 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained, wait_for_saves
+from hf_fsdp_tools import RanksError, from_pretrained, live_weights, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed import liveness
 from tests._dist import LIMIT_S, run_ranks
 from tests.api import all_ranks
 
-EVEN = {"pad_to_multiple_of": 2}
-"""The 131 words of the checkpoint, which two ranks cannot divide."""
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -38,13 +35,13 @@ def once(sent: signal.Signals, function: Callable[..., object]) -> Callable[...,
     return instead
 
 
-def load(folder: Path, sent: signal.Signals, **layout: Any) -> None:
+def load(folder: Path, sent: signal.Signals) -> None:
     with patch("os.preadv", once(sent, os.preadv)):
-        from_pretrained(folder, **layout)
+        from_pretrained(folder)
 
 
-def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
-    model = from_pretrained(folder, **layout)
+def save(folder: Path, sent: signal.Signals) -> None:
+    model = from_pretrained(folder)
     with patch("os.pwritev", once(sent, os.pwritev)):
         save_pretrained(model, folder.with_name("saved"))
 
@@ -56,8 +53,8 @@ def save_later(folder: Path, sent: signal.Signals) -> None:
         wait_for_saves()
 
 
-def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
-    weights = live_weights(from_pretrained(folder, **layout))
+def send(folder: Path, sent: signal.Signals) -> None:
+    weights = live_weights(from_pretrained(folder))
     with patch.object(dist, "batch_isend_irecv", once(sent, dist.batch_isend_irecv)):
         weights.send(lambda bucket: None, 2**16)
 
@@ -100,7 +97,7 @@ def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path
     run_ranks(stop_on, 2, "load", folder)
 
 
-def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -> None:
+def live(rank: int, port: int, road: str, folder: Path) -> None:
     """The life of a rank, which leaves the message of its error behind; its parent keeps the store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -109,31 +106,17 @@ def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
-        ROADS[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
+        ROADS[road][0](folder, signal.SIGKILL)
     folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
 
 
-@pytest.mark.parametrize(
-    ("road", "sizes"),
-    [
-        ("load", {}),
-        ("send", {}),
-        ("save", {"ep_size": 2}),
-        ("save later", {}),
-        pytest.param("save", {}, marks=pytest.mark.nightly),
-        pytest.param("load", {"tp_size": 2}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_killed_rank_ends_the_others(
-    road: str, sizes: dict[str, int], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    if sizes:
-        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
+@pytest.mark.parametrize("road", ["load", "send", "save", "save later"])
+def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    folder.symlink_to(folders["qwen3_moe" if sizes else "llama"])
+    folder.symlink_to(folders["llama"])
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder, sizes)) for rank in range(2)]
+    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:

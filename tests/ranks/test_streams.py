@@ -142,16 +142,12 @@ def a_plain_loop(dispatch: bool | None, workers: int, source: Path, out: Path) -
     assert len(found) == 8 and len(set(found)) == 8, found
 
 
-def ways(own: Any, divided: Any, plain: Any, workers: int) -> dict[str, Any]:
-    return {
-        "own": partial(an_own_share, *own, workers),
-        "divided": partial(divided_by_accelerate, *divided, workers),
-        "plain": partial(a_plain_loop, plain, workers),
-    }
-
-
-WORKERS = ways((4, 3), (None, 4), False, 2)
-USUAL = ways((3, 3), (None, 4), None, 0) | {"another": another_stream_is_refused}
+USUAL: dict[str, Any] = {
+    "own": partial(an_own_share, 3, 3, 0), "divided": partial(divided_by_accelerate, None, 4, 0),
+    "plain": partial(a_plain_loop, None, 0), "another": another_stream_is_refused,
+}  # fmt: skip
+WORKERS = {"own": partial(an_own_share, 4, 3, 2), "divided": partial(divided_by_accelerate, None, 4, 2)}
+WORKERS |= {"plain": partial(a_plain_loop, False, 2)}
 
 
 @pytest.mark.parametrize("cases", [USUAL, pytest.param(WORKERS, marks=pytest.mark.nightly)])

@@ -113,19 +113,15 @@ def add(*keys: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: tensors | {key: torch.ones(3) for key in keys}
 
 
-def same(tensors: Tensors) -> Tensors:
-    return tensors
-
-
 CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] = {
     # name: (kind of checkpoint, what is changed, class that loads it, arguments)
-    "nothing wrong": ("llama", same, hf.AutoModelForCausalLM, {}),
-    "base to head": ("base", same, hf.AutoModelForCausalLM, {}),
+    "nothing wrong": ("llama", dict, hf.AutoModelForCausalLM, {}),
+    "base to head": ("base", dict, hf.AutoModelForCausalLM, {}),
     "a layer missing, keys too many": ("deepseek_v3",
          lambda t: add("model.layers.7.mlp.up_proj.weight", "junk")(drop("layers.1.")(t)),
          hf.AutoModelForSequenceClassification, {"num_labels": 5}),
     "ignored keys": ("llama", lambda t: add("adapter.x", "model.other.x")(drop("q_proj", "k_proj")(t)), Quiet, {}),
-    "half of T5": ("t5", same, hf.T5EncoderModel, {}),
+    "half of T5": ("t5", dict, hf.T5EncoderModel, {}),
     "other shapes": ("llama", drop("layers.0.mlp"), hf.AutoModelForCausalLM, {"vocab_size": 77, **MISMATCHED}),
     "old names of norms": ("bert",
          lambda t: {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in t.items()},

@@ -132,10 +132,8 @@ def test_a_link_is_replaced_and_names_that_cannot_be_are_one_error(tmp_path: Pat
     assert not link.is_symlink() and (link / "scheduler.bin").read_text() == "new" and not (link / "mine.txt").exists()
     assert (archive / "scheduler.bin").read_text() == "archived"
     assert [path.name for path in link.parent.iterdir()] == ["state"]
-    (tmp_path / "file").touch()
-    for name in ("x" * 250, "file/state", "file"):
-        with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
-            save(tmp_path / name, "new")
+    with pytest.raises(CheckpointError, match="Cannot save to '"):
+        save(tmp_path / ("x" * 250), "new")
 
 
 def test_two_jobs_that_save_to_one_folder_are_told_so_and_leftovers_of_others_are_deleted(tmp_path: Path) -> None:

@@ -53,8 +53,6 @@ def test_a_loss_may_read_the_head_after_a_pass_of_the_base_alone(folders: dict[s
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts operators."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.count: Counter[str] = Counter()
