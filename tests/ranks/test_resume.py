@@ -448,10 +448,11 @@ TRAINERS = named(life, adapted, sharded_elsewhere, what_a_save_needs)
 TRAINERS |= {"only": partial(best, {"save_only_model": True, "save_total_limit": 1})}
 TRAINERS |= {"SHARDED": partial(foreign, "SHARDED_STATE_DICT"), "fsdp1": fsdp1_resumes_and_saves}
 MORE = {"best": partial(best, {"save_strategy": "best"}), "FULL": partial(foreign, "FULL_STATE_DICT")}
-RUNS = [LOOPS, TRAINERS]
 
 
-@pytest.mark.parametrize("runs", [*RUNS, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["0", "1", "more"])
+@pytest.mark.parametrize(
+    "runs", [LOOPS, TRAINERS, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["0", "1", "more"]
+)
 def test_a_run_goes_on_exactly(folders, tmp_path, runs):
     for name in runs:
         (tmp_path / name).mkdir()

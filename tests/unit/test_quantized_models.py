@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
@@ -114,13 +113,6 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path: Path, monkeypatch: pytest.
         assert sum(machine.pinned_bytes) <= 2**20 and machine.pinned_alive == 0 and machine.copies_under_way == 0
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
-def test_8_bit_floats_without_scales_are_floats(plain: Path, tmp_path: Path) -> None:
-    model, tensors = build_meta_model(plain), stored_tensors(plain)
-    save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
-    load_weights(model, tmp_path)
-    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"].to(torch.float8_e5m2).float())
 
 
 @pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None, "silence"])
