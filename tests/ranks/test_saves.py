@@ -424,12 +424,12 @@ def test_a_kill_at_any_change_leaves_one_whole_checkpoint(source: Path, tmp_path
         assert left == ({"adapter_model.safetensors"} if cell.new == "adapter" else files), "nothing of the former"
 
 
-@fast_and_nightly(0)
+@fast_and_nightly(0, 3)
 def test_a_failure_at_any_change_is_undone(source: Path, tmp_path: Path, names: list[str]) -> None:
     found = run_ranks(in_cells, 2, failing, names, source, tmp_path)
     assert found[0] == found[1]
     for name, ((kept, saved), (kept_by_second, _)) in found[0].items():
-        assert kept > 15 and 10 < saved < 30, (name, kept, saved, "the changes were not all heard")
+        assert kept > 15 and 5 < saved < 30, (name, kept, saved, "the changes were not all heard")
         assert kept_by_second or CELLS[name].new in ("adapter", "export"), "what rank 1 writes fails, too"
 
 
