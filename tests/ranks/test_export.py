@@ -311,6 +311,8 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(theirs: dict[str, Any]) ->
     if theirs:
         floats = expected["packed"].float() * expected["scale"].float().repeat_interleave(8, 0).repeat_interleave(16, 1)
         assert [bits(part) for part in quantize(floats, (8, 16), *like)] == [bits(part) for part in expected.values()]
+        stored: Any = [like[0], SimpleNamespace(dtype=torch.float32, shape=like[1].shape)]
+        assert bits(quantize(weight, (8, 16), *stored, is_power=True)[0]) == bits(expected["packed"])
     edge = torch.nn.functional.pad(weight[:61, :90].float(), (0, 6, 0, 3))
     padded = by_transformers(edge, (8, 16), **theirs)["packed"][:61, :90]
     of_edge: Any = [SimpleNamespace(dtype=like[0].dtype, shape=(61, 90)), like[1]]
