@@ -39,7 +39,7 @@ from tests._checkpoints import (
 )
 from tests._dist import run_ranks
 from tests._round_trip import differences
-from tests.api import MemoryWatch, main
+from tests.api import MemoryWatch
 from tests.ranks.test_adapter import CASES, grown, lora
 
 SIZE = "60KB"
@@ -103,13 +103,6 @@ def test_ranks_share_the_work_in_bounded_memory(folders: dict[str, Path], tmp_pa
         # Less than what a process writes: a module of 6 MB in bf16, with what PEFT computes for it in fp32, and memory
         # that the allocator has not given back.
         assert merged_rise <= total // 2 + adapter_bytes
-
-
-def test_the_command(folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(folders["llama"]), str(tmp_path / "out"), "--max-shard-size", SIZE]) == 0
-    out, err = capfd.readouterr()
-    assert err == "" and [line.split()[0] for line in out.splitlines()] == ["wrote", "also", "took"]
-    assert "(4 weight files, 183.7 kB)" in out
 
 
 @pytest.mark.parametrize("kind", ["tied", "gpt2", "deepseek_v3", "t5"])

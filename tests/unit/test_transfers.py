@@ -118,6 +118,16 @@ def test_what_is_available_is_the_least_of_machine_and_container(tmp_path: Path,
         assert available_bytes(tmp_path) == expected
 
 
+def test_copies_are_written_in_the_order_of_the_file(tmp_path: Path) -> None:
+    memory = torch.arange(48.0).reshape(6, 8)
+    (file := tmp_path / "f").write_bytes(bytes(192))
+    turned, expected = Transfer(file=file, start=0, dtype=memory.dtype, strides=(1, 6), memory=memory), raw(memory.t())
+    copied = copies.copied_transfers([turned])
+    memory.zero_()
+    write_transfers(copied, staging_bytes=MIB)
+    assert file.read_bytes() == expected
+
+
 def test_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = whole(tmp_path / "absent.bin", torch.zeros(1000), torch.zeros(1000))
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check path"):
@@ -128,9 +138,7 @@ def test_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.Mon
         read_transfers([part], staging_bytes=MIB)
 
 
-KIB = 2**10
-OWN = 1  # of devices 0 and 1
-IN_FLIGHT = 4
+KIB, IN_FLIGHT, OWN = 2**10, 4, 1  # of devices 0 and 1
 
 
 @contextmanager
