@@ -75,7 +75,7 @@ def test_the_core_loads_trains_and_saves_without_the_rooms_below(core: Path, tmp
 
 
 BESIDE = ("test_core", "test_extending", "test_notebook", "test_opening", "test_certificates", "test_gpu_plan")
-BESIDE += "test_space"
+BESIDE += ("test_space",)
 """Tests of core and more, or whose helpers need more."""
 
 
