@@ -339,7 +339,7 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
                 f"{url!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
                 f"{listed(found.items())}. It must be the same store for all ranks, and keep what is written there."
             )
-        _put(url, beside, (WEIGHTS_INDEX, index))
+        former = _put(url, beside, (WEIGHTS_INDEX, index))
     except FSDPToolsError:
         if _read(fs, f"{path}/{WEIGHTS_INDEX}") != index:
             for name in sizes:
@@ -353,12 +353,15 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
                 fs.rm_file(there[name].path)
     except CheckpointError as error:
         if WEIGHTS in outdated and WEIGHTS in files_at(url):
+            _put_back(url, former)
+            for name in sizes:
+                _remove(f"{url}/{name}")
             raise
         warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}")
 
 
-def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
-    """Put files that are new or differ, and one last; if that fails, put the former ones back."""
+def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> dict[str, bytes | None]:
+    """Put files that are new or differ, and one last, and return what they were; if that fails, put these back."""
     fs, path = open_store(url)
     former: dict[str, bytes | None] = {}
     try:
@@ -371,10 +374,16 @@ def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None
                     fs.pipe_file(place, content)
     except CheckpointError:
         if _read(fs, f"{path}/{last[0]}") != last[1]:
-            for name, old in former.items():
-                with suppress(Exception):  # the error that led here is the one to show
-                    fs.rm_file(f"{path}/{name}") if old is None else fs.pipe_file(f"{path}/{name}", old)
-        raise
+            _put_back(url, former)
+            raise
+    return former
+
+
+def _put_back(url: str, former: Mapping[str, bytes | None]) -> None:
+    fs, path = open_store(url)
+    for name, old in former.items():
+        with suppress(Exception):  # the error that led here is the one to show
+            fs.rm_file(f"{path}/{name}") if old is None else fs.pipe_file(f"{path}/{name}", old)
 
 
 def _read(fs: Any, path: str) -> bytes | None:
