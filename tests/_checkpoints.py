@@ -98,29 +98,17 @@ def _vit() -> PreTrainedModel:
     return hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5))
 
 
-KINDS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": _llama,
-    "tied": _tied,
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "qwen2_moe": _qwen2_moe,
-    "deepseek_v3": _deepseek_v3,
-    "bert": _bert,
-    "t5": _t5,
-    "vit": _vit,
-}
+_MAKERS = (_llama, _tied, _gpt2, _mixtral, _qwen3_moe, _qwen2_moe, _deepseek_v3, _bert, _t5, _vit)
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {make.__name__[1:]: make for make in _MAKERS}
 
 
 def tiny_config(model_type: str, tp_size: int = 1) -> PreTrainedConfig:
-    """The default config of a model type with every size made tiny, in its sub-configs too; heads and words that so
-    many ranks divide."""
+    """The default config of a model type with every size made tiny; heads and words that so many ranks divide."""
     return shrink(build_config(model_type), "tiny", tp_size, SIZES)
 
 
 def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
-    """Make every parameter and persistent buffer random, norms around one, so that no value equals its
-    initialisation."""
+    """Make every parameter and persistent buffer random, norms around one: no value equals its initialisation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -203,9 +191,6 @@ def add_heads(folder: Path, heads: dict[str, torch.Tensor], **config: Any) -> di
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | config))
     return heads
-
-
-# ---- quantised checkpoints ----
 
 
 def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
@@ -493,9 +478,6 @@ def dequantized_by_transformers(
         owner, _, name = key.rpartition(".")
         delattr(model.get_submodule(owner), name)
     return model
-
-
-# ---- sharded models ----
 
 
 def sharded_meta_model(kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any) -> Any:

@@ -1,9 +1,5 @@
-"""Stand-ins for consumers of weights, by their published contracts: vLLM 0.33 (`distributed/weight_transfer/base.py`,
-`nccl_engine.py`; its HTTP server as TRL 1.16 calls it), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
-`weight_updater.py`, `tensor_bucket.py`) and verl 0.9 (`workers/engine`).
-
-What a contract refuses, a stand-in refuses.
-"""
+"""Stand-ins for consumers of weights, by their published contracts: vLLM 0.33, SGLang 0.5.23, verl 0.9. What a contract
+refuses, a stand-in refuses."""
 
 import json
 import sys
@@ -27,8 +23,6 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world, rendezvous
 
 Tensors = dict[str, torch.Tensor]
-
-# ---- vLLM and verl, as modules ----
 
 
 @dataclass(frozen=True)
@@ -92,9 +86,6 @@ def stand_ins() -> Iterator[None]:
         yield
 
 
-# ---- vLLM's trainer engines ----
-
-
 class Engine:
     """As vLLM's trainer engine for NCCL: rank 0 sends each tensor, the other ranks take part in its passes."""
 
@@ -137,9 +128,6 @@ class WeightTransferTrainerFactory:
         return Engine(source, init_info.rank, client)
 
 
-# ---- vLLM's reader of adapters ----
-
-
 def expert_deltas_of_vllm(file: Mapping[str, torch.Tensor], num_experts: int, scale: float) -> Tensors:
     """What vLLM (0.33, `lora/model_manager.py`) adds to stacked experts by an adapter's file: behind `base_layer` are
     the factors of `gate_up_proj`, else those of `down_proj`; A has the experts outside the rank, B inside."""
@@ -154,9 +142,6 @@ def expert_deltas_of_vllm(file: Mapping[str, torch.Tensor], num_experts: int, sc
         a, b = a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
         deltas[f"{module.removesuffix(ending)}.experts.{names[ending]}"] = b @ a * scale
     return deltas
-
-
-# ---- servers ----
 
 
 class Served:
@@ -220,8 +205,6 @@ class AsyncVLLMServer(Served):
         if self.fails_at == name:
             raise OSError("out of memory")
 
-    # ---- its endpoints, by their names ----
-
     def health(self) -> dict[str, Any]:
         return {}
 
@@ -275,8 +258,6 @@ class AsyncVLLMServer(Served):
         self._may_fail("resume")
         self._is_paused = False
 
-    # ---- vLLM's part in the trainer's process ----
-
     def in_the_trainer(self) -> dict[str, Any]:
         """What TRL's `weight_transfer` imports of vLLM."""
         listener = Listener(("127.0.0.1", 0))
@@ -300,9 +281,6 @@ class AsyncVLLMServer(Served):
         }
 
 
-# ---- SGLang ----
-
-
 class SGLangServer(Served):
     """One worker that joins gloo groups as SGLang's does. It knows the tensors `known`, by shape and dtype, and keeps
     what arrives."""
@@ -313,8 +291,6 @@ class SGLangServer(Served):
         self.version = None
         self.is_open, self.is_paused, self.groups = False, False, dict[str, Any]()
         super().__init__()
-
-    # ---- its endpoints, by their names ----
 
     def server_info(self) -> dict[str, Any]:
         return {"tp_size": 1}

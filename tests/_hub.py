@@ -107,13 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing."""
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         parts = [unquote(part) for part in self.path.partition("?")[0].strip("/").split("/")]
         is_list = parts[:2] == ["api", "models"]
         parts = parts[2:] if is_list else parts
@@ -155,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(int(mood.split()[1]), b'{"error": "a mood"}')
         return self._send(200, content, headers, mood=mood)
 
-    # ---- uploading ----
+    do_HEAD = do_GET
 
     def do_PUT(self) -> None:
         """A file, by its SHA-256."""
@@ -207,9 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
         found = []
         for file in json.loads(body)["files"]:
             path, is_lfs = folder / file["path"], file["path"].endswith(".safetensors")
-            old = path.read_bytes() if path.is_file() else None
-            oid = None if old is None else hashlib.sha256(old).hexdigest() if is_lfs else git_blob(old)
-            mode = "lfs" if is_lfs else "regular"
+            old = path.read_bytes() if path.is_file() else b""
+            hashed = hashlib.sha256(old) if is_lfs else hashlib.sha1(b"blob %d\0" % len(old) + old)  # as git names it
+            mode, oid = "lfs" if is_lfs else "regular", hashed.hexdigest() if path.is_file() else None
             found.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": found})
 
@@ -259,8 +253,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, value: Any) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    # ---- answers ----
-
     def _refuse(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
 
@@ -289,11 +281,6 @@ class _Handler(BaseHTTPRequestHandler):
 def commit_of(revision: str) -> str:
     """The made-up commit that a branch or tag is at."""
     return hashlib.sha1(revision.encode()).hexdigest()
-
-
-def git_blob(content: bytes) -> str:
-    """The name that git gives a file."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @contextmanager

@@ -1,8 +1,5 @@
-"""A stand-in for accelerators on a machine that has none: whatever can go wrong on a GPU by chance goes wrong here.
-
-Copies run late, on a thread for each stream, so that streams are ordered only as far as somebody waits. Memory is
-poisoned once it is freed. Each thread begins on device 0, and every device that a call would touch is noted.
-"""
+"""A stand-in for accelerators: what can go wrong on a GPU by chance goes wrong here. Copies run late, on a thread for
+each stream; memory is poisoned once it is freed; each thread begins on device 0, and devices of calls are noted."""
 
 import queue
 import random

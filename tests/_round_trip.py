@@ -1,63 +1,14 @@
-"""Checkpoints as they are found, and what is wrong with a checkpoint that was loaded into shards and saved again."""
+"""What is wrong with a checkpoint that was loaded into shards and saved again."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.loading.conversion import get_model_conversion_mapping
 from tests._checkpoints import bits, stored_tensors
-
-OLDER = {  # what checkpoints of the hub call what transformers has renamed since, in all architectures
-    "LayerNorm.weight": "LayerNorm.gamma",
-    "LayerNorm.bias": "LayerNorm.beta",
-    "parametrizations.weight.original0": "weight_g",
-    "parametrizations.weight.original1": "weight_v",
-}
-
-
-def write_as_found(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
-    """Write checkpoints of one model, each in a form in which such a model is found; their folders.
-
-    - "stored": as transformers writes it, experts one by one where the hub has them so
-    - "bf16": the same in bf16, with the modules in fp32 that the class keeps in fp32
-    - "mixed": the same, every matrix in bf16 and every vector in fp32
-    - "model": in the layout of the model, experts fused; where it differs from "stored"
-    - "older": under older names, where the model has any
-    """
-    model.save_pretrained(folder / "stored")
-    found = {"stored": folder / "stored"}
-    type(model).from_pretrained(folder / "stored", dtype=torch.bfloat16).save_pretrained(folder / "bf16")
-    found["bf16"] = folder / "bf16"
-    stored = load_file(folder / "stored" / "model.safetensors")
-    mixed = {k: t.bfloat16() if t.is_floating_point() and t.dim() > 1 else t for k, t in stored.items()}
-    found["mixed"] = _rewritten(folder / "stored", folder / "mixed", mixed)
-    older = {_older(key): tensor for key, tensor in stored.items()}
-    if older.keys() != stored.keys():
-        found["older"] = _rewritten(folder / "stored", folder / "older", older)
-    if get_model_conversion_mapping(model):
-        model.save_pretrained(folder / "model", save_original_format=False)
-        if load_file(folder / "model" / "model.safetensors").keys() != stored.keys():
-            found["model"] = folder / "model"
-    return found
-
-
-def _older(key: str) -> str:
-    for new, old in OLDER.items():
-        key = key.replace(new, old)
-    return key
-
-
-def _rewritten(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    target.mkdir()
-    for file in source.glob("*.json"):
-        (target / file.name).write_text(file.read_text())
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def resave(model_class: Any, folder: Path, target: Path, **saving: Any) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from urllib.request import urlopen
 
@@ -19,7 +18,7 @@ from tests.api import all_ranks
 
 
 class Server:
-    """The server; a rank's access key is its name."""
+    """The server; a rank's access key is its name and process."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self.app, self.url = app, ""
@@ -32,16 +31,26 @@ class Server:
         """Says with which status a request fails."""
         self.left = 0
 
-    def _nth(self, who: str, rank: str, method: str, *_: Any) -> int | None:
-        self.left -= rank.startswith(who) and method in ("PUT", "POST", "DELETE")
-        return 403 if self.left == 0 and rank.startswith(who) and method in ("PUT", "POST", "DELETE") else None
+    def fail(self, who: str, n: int, how: str = "once") -> None:
+        """Let the n-th request from now that writes, of ranks whose name begins so, be refused ("once"), or that and
+        all that follow ("on"), or be the last before a kill ("kill")."""
+
+        def nth(rank: str, method: str, *_: Any) -> int | None:
+            if not rank.startswith(who) or method not in ("PUT", "POST", "DELETE"):
+                return None
+            self.left -= 1
+            if self.left == 0 and how == "kill":
+                os.kill(int(rank.split("-")[1]), signal.SIGKILL)
+            return 403 if self.left == 0 or (self.left < 0 and how == "on") else None
+
+        self.left, self.fault = n, nth
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         found = re.search(r"Credential=([\w-]+)/", environ.get("HTTP_AUTHORIZATION", ""))
         rank, method, path = found[1] if found else "", environ["REQUEST_METHOD"], environ["PATH_INFO"]
         if path.startswith("/fail/"):
-            answer, (who, self.left) = str(self.left), (path.split("/")[2], int(path.split("/")[3]))
-            self.fault = partial(self._nth, who)
+            answer, (_, _, who, n, how) = str(self.left), path.split("/")
+            self.fail(who, int(n), how)
             start("200 OK", [])
             return [answer.encode()]
         status = self.fault(rank, method, path + "?" + environ.get("QUERY_STRING", ""), environ)
@@ -56,7 +65,7 @@ class Server:
         def begun(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
             if method == "GET" and path.endswith((".safetensors", ".distcp")):
                 with self._counting:
-                    self.sent[rank] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
+                    self.sent[rank.split("-")[0]] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
             return start(status, headers, *more)
 
         return self.app(environ, begun)
@@ -86,7 +95,7 @@ def s3_server() -> Iterator[Server]:
     finally:
         server.shutdown()
         thread.join()
-        forget()
+        fsspec.config.conf.pop("s3", None)
 
 
 def use(url: str, name: str, **options: Any) -> None:
@@ -100,28 +109,17 @@ def use(url: str, name: str, **options: Any) -> None:
     }
 
 
-def fail_at(rank: str, n: int) -> int:
-    """Let the n-th writing request of ranks whose name begins so fail; how many were left of the last time. All ranks
-    call."""
+def fail_at(rank: str, n: int, how: str = "once") -> int:
+    """`Server.fail`; how many requests were left of the last time. All ranks call."""
     all_ranks(None)
     left = 0
     if dist.get_rank() == 0:
         url = fsspec.config.conf["s3"]["client_kwargs"]["endpoint_url"]
-        left = int(urlopen(f"{url}/fail/{rank}/{n}").read())
+        left = int(urlopen(f"{url}/fail/{rank}/{n}/{how}").read())
     return all_ranks(left)[0]
-
-
-def forget() -> None:
-    """Undo `use`."""
-    fsspec.config.conf.pop("s3", None)
-
-
-def kill_self() -> None:
-    """End this process as the system would."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
     """Cases on ranks whose name is theirs to the server."""
-    use(url, f"rank{dist.get_rank()}", **options)
+    use(url, f"rank{dist.get_rank()}-{os.getpid()}", **options)
     return run_cases(cases, *args)

@@ -138,7 +138,7 @@ PATCHED = {
     "loading.load": "initialize_missing",
     "loading.quantized.four_bits": "weights_4bit",
     "loading.quantized.sources": "persistent_tensors",
-    "modeling.codecs.fp8": "in_fp32 _SLAB_VALUES",
+    "modeling.codecs.fp8": "in_fp32",
     "modeling.packed_weight": "VALUES_AT_A_TIME",
     "modeling.patterns": "_MATCH_S",
     "pretrained": "load_weights",

@@ -103,7 +103,7 @@ class StateSave:
             with agreed(doing, self.folder), storage_errors("save to", self.folder):
                 write_manifest(self.staging, self.needed, self.files, checksums=checksums)
             self.take_place()
-            with agreed("deleting old states", self.folder), storage_errors("save to", self.folder):
+            with agreed("deleting old states", self.folder), storage_errors("delete states older than", self.folder):
                 self.after()
         with agreed("reading the manifest", self.folder):
             manifest = read_manifest(self.folder)

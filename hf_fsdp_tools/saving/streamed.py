@@ -319,7 +319,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _publish(target: Target, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
     """Let complete weight files and what lies next to them be the checkpoint of a place; remove the former one's."""
-    there = target.files()
+    there, former = target.files(), dict[str, bytes | None]()
     found = {name: there.get(name) for name in sizes}
     try:
         if found != sizes:
@@ -327,7 +327,7 @@ def _publish(target: Target, sizes: Mapping[str, int], beside: Mapping[str, byte
                 f"{target.where!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
                 f"{listed(found.items())}. It must be the same store for all ranks, and keep what is written there."
             )
-        _put(target, beside, (WEIGHTS_INDEX, index))
+        former = _put(target, beside, (WEIGHTS_INDEX, index))
     except FSDPToolsError:
         if not _is_there(target, WEIGHTS_INDEX, index):
             _remove(target, sizes)
@@ -339,12 +339,14 @@ def _publish(target: Target, sizes: Mapping[str, int], beside: Mapping[str, byte
             target.remove(name)
     except CheckpointError as error:
         if WEIGHTS in outdated and WEIGHTS in target.files():
+            _put_back(target, former)
+            _remove(target, sizes)
             raise
         warn(f"{target.where!r} is saved, but weight files of an earlier save take space: {error}")
 
 
-def _put(target: Target, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
-    """Put files that are new or differ, and one last; if that fails, put the former ones back."""
+def _put(target: Target, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> dict[str, bytes | None]:
+    """Put files that are new or differ, and one last, and return what they were; if that fails, put these back."""
     former: dict[str, bytes | None] = {}
     try:
         for name, content in (*beside.items(), last):
@@ -354,10 +356,15 @@ def _put(target: Target, beside: Mapping[str, bytes], last: tuple[str, bytes]) -
                 target.put(name, content)
     except CheckpointError:
         if not _is_there(target, *last):
-            for name, old in former.items():
-                with suppress(Exception):  # the error that led here is the one to show
-                    target.remove(name) if old is None else target.put(name, old)
-        raise
+            _put_back(target, former)
+            raise
+    return former
+
+
+def _put_back(target: Target, former: Mapping[str, bytes | None]) -> None:
+    for name, old in former.items():
+        with suppress(Exception):  # the error that led here is the one to show
+            target.remove(name) if old is None else target.put(name, old)
 
 
 def _is_there(target: Target, name: str, content: bytes) -> bool:

@@ -2,7 +2,7 @@
 error on all ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests._consumers import Engine, SGLangServer, VLLMServer, stand_ins
 from tests._dist import named, run_cases, run_ranks
 from tests._documents import blocks
 from tests.api import LiveWeights, all_ranks
-from tests.ranks.test_live_weights import MOE, QUIET, filled, replicas
+from tests.ranks.test_live_weights import MOE, QUIET, filled
 
 Tensors = dict[str, torch.Tensor]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,15 +32,6 @@ def step(model: Any) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.05).step()
     model.zero_grad()
-
-
-def made(name: str, folders: dict[str, Path]) -> tuple[Any, LiveWeights]:
-    if name == "lora":
-        model = adapted(folders["mixtral"])
-        return model, live_weights(model, dtype=torch.bfloat16, merge_adapters=True)
-    kind, sharding = ("llama", {"mesh": replicas()}) if name == "replicas" else (name, {})
-    model = loaded(kind, folders[kind], **sharding)
-    return model, live_weights(model)
 
 
 def adapted(folder: Path) -> Any:
@@ -55,59 +46,42 @@ def saved_as(model: Any, weights: LiveWeights, folder: Path) -> Tensors:
     return stored_tensors(folder)
 
 
-# ---- vLLM ----
-
-
-def to_vllm(kinds: tuple[str, ...], folders: dict[str, Path], tmp: Path) -> None:
-    rank = dist.get_rank()
-    for kind in kinds:
-        model, weights = made(kind, folders)
-        saved = saved_as(model, weights, tmp / f"vllm {kind}")
-        largest = max(t.num_bytes for t in weights.tensors.values())
-        source = weight_source(weights, bucket_bytes=3 * largest)
-        assert source.metadata is source.metadata and source.owned_names(1) == []
-        assert [(m.name, m.dtype, tuple(m.shape)) for m in source.metadata] == [
-            (name, saved[name].dtype, tuple(saved[name].shape)) for name in weights.tensors
-        ]
-        assert {m.name for m in source.metadata} == set(saved)
-        server = VLLMServer()
-        update_vllm(Engine(source, rank, server))
-        assert_same_tensors(server.tensors, saved if rank == 0 else {}, kind)
-
-        everywhere = weight_source(weights, to=None, bucket_bytes=4 * largest)
-        assert all(tuple(m.owners) == tuple(range(dist.get_world_size())) for m in everywhere.metadata)
-        whole, local = list(everywhere.iter_full()), list(everywhere.iter_local())
-        names = everywhere.owned_names(rank)
-        assert names == [name for name, _ in whole] == [name for name, _ in local] == list(weights.tensors)
-        assert_same_tensors(dict(whole), saved, kind)
-        assert_same_tensors(dict(local), saved, kind)
-        if kind == "llama":  # each call is a fresh pass, of the values of its moment
-            step(model)
-            update_vllm(Engine(source, rank, server))
-            saved = saved_as(model, weights, tmp / "later")
-            assert_same_tensors(server.tensors, saved if rank == 0 else {}, kind)
+def to_vllm(folders: dict[str, Path], tmp: Path) -> None:
+    """All tensors in the order of the metadata, each call a fresh pass, of the values of its moment."""
+    rank, model = dist.get_rank(), adapted(folders["mixtral"])
+    weights = live_weights(model, dtype=torch.bfloat16, merge_adapters=True)
+    largest = max(t.num_bytes for t in weights.tensors.values())
+    source = weight_source(weights, bucket_bytes=3 * largest)
+    assert source.metadata is source.metadata and source.owned_names(1) == []
+    for number in range(2):
+        saved = saved_as(model, weights, tmp / f"vllm {number}")
+        assert {m.name: (m.dtype, tuple(m.shape)) for m in source.metadata} == {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in saved.items()
+        }
+        update_vllm(Engine(source, rank, server := VLLMServer()))
+        assert_same_tensors(server.tensors, saved if rank == 0 else {}, "vLLM")
+        step(model)
+    saved = saved_as(model, weights, tmp / "everywhere")
+    everywhere = weight_source(weights, to=None, bucket_bytes=4 * largest)
+    assert all(tuple(m.owners) == tuple(range(dist.get_world_size())) for m in everywhere.metadata)
+    whole, local = list(everywhere.iter_full()), list(everywhere.iter_local())
+    assert everywhere.owned_names(rank) == [name for name, _ in whole] == [name for name, _ in local]
+    assert_same_tensors(dict(whole), saved)
+    assert_same_tensors(dict(local), saved)
 
 
 def what_goes_wrong_at_vllm(folders: dict[str, Path], tmp: Path) -> None:
-    rank = dist.get_rank()
-    _, weights = made("llama", folders)
+    rank, weights = dist.get_rank(), live_weights(loaded("llama", folders["llama"]))
     source = weight_source(weights, bucket_bytes=3 * max(t.num_bytes for t in weights.tensors.values()))
     with pytest.raises(ConfigError if rank == 0 else RanksError, match="500 Server Error") as caught:
         update_vllm(Engine(source, rank, VLLMServer(fails_at=2)))
     del caught
-    server = VLLMServer()
-    update_vllm(Engine(source, rank, server))
+    update_vllm(Engine(source, rank, server := VLLMServer()))
     assert_same_tensors(server.tensors, stored_tensors(folders["llama"]) if rank == 0 else {}, "the next pass is whole")
     for to in ((), (0, 3)):
-        assert "ranks 0 to 2" in refusal(lambda to=to: weight_source(weights, to=to), ConfigError)
-
-
-def adapters_alone(folders: dict[str, Path], tmp: Path) -> None:
-    weights = live_weights(adapted(folders["mixtral"]))
-    assert "merge_adapters=True" in refusal(lambda: weight_source(weights), ConfigError)
-
-
-# ---- the examples ----
+        assert "ranks 0 to 2" in refusal(partial(weight_source, weights, to=to), ConfigError)
+    alone = live_weights(adapted(folders["mixtral"]))
+    assert "merge_adapters=True" in refusal(partial(weight_source, alone), ConfigError)
 
 
 def example(name: str) -> dict[str, Any]:
@@ -128,10 +102,13 @@ def servers(saved: Tensors) -> Iterator[tuple[list[str], SGLangServer | None]]:
 
 
 def to_sglang(folders: dict[str, Path], tmp: Path) -> None:
-    _, weights = made("llama", folders)
-    saved = stored_tensors(folders["llama"])
+    """In a bucket, each tensor begins where its dtype may begin."""
+    model = plain_model("llama", folders["llama"], dtype=torch.bfloat16)
+    model.model.norm.float()
+    model.lm_head.float()
+    saved = {name: tensor.detach() for name, tensor in full_state(model).items()}
     with servers(saved) as (urls, own):
-        client = example("sglang")["SGLangServers"](weights, urls, backend="gloo", timeout_s=60)
+        client = example("sglang")["SGLangServers"](live_weights(model), urls, backend="gloo", timeout_s=60)
         for version in ("1", "2"):
             if own is not None:
                 own.tensors.clear()
@@ -143,27 +120,11 @@ def to_sglang(folders: dict[str, Path], tmp: Path) -> None:
         assert own is None or own.asked.count("init_weights_update_group") == 1
 
 
-def tensors_of_several_widths(folders: dict[str, Path], tmp: Path) -> None:
-    """In a bucket, each begins where its dtype may begin."""
-    model = plain_model("llama", folders["llama"], dtype=torch.bfloat16)
-    model.model.norm.float()
-    model.lm_head.float()
-    saved = {name: tensor.detach() for name, tensor in full_state(model).items()}
-    with servers(saved) as (urls, own):
-        example("sglang")["SGLangServers"](live_weights(model), urls, backend="gloo", timeout_s=60).update("1")
-        dist.barrier()
-        if own is not None:
-            assert_same_tensors(own.tensors, saved, "two dtypes")
-
-
 def to_verl(folders: dict[str, Path], tmp: Path) -> None:
     engine = example("verl")["StreamingEngine"](adapted(folders["mixtral"]))
     engine.initialize()
     found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     assert_same_tensors(found, saved_as(engine.module, engine.weights, tmp / "verl"), "verl")
-
-
-# ---- docs/weights.md ----
 
 
 def the_page(folders: dict[str, Path], tmp: Path) -> None:
@@ -182,33 +143,18 @@ def the_page(folders: dict[str, Path], tmp: Path) -> None:
     assert_same_tensors(names["engine"].server.tensors, saved if rank == 0 else {}, "vLLM")
 
 
-# ---- all of it ----
-
-KINDS = ("llama",)
-OTHERS = ("tied", "qwen3_moe", "replicas", "lora")
-CASES = (what_goes_wrong_at_vllm, adapters_alone, to_sglang, tensors_of_several_widths, to_verl, the_page)
-NAMED = named(*CASES)
+CASES = named(to_vllm, what_goes_wrong_at_vllm, to_sglang, to_verl, the_page)
 
 
-def consume(kinds: tuple[str, ...], cases: dict[str, Any], real: bool, folders: dict[str, Path], tmp: Path) -> None:
-    with nullcontext() if real else stand_ins():
-        run_cases({"to vllm": partial(to_vllm, kinds), **cases}, folders, tmp)
+def consume(cases: dict[str, Any], folders: dict[str, Path], tmp: Path) -> None:
+    with stand_ins():
+        run_cases(cases, folders, tmp)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kinds", "cases"),
-    [(3, KINDS, NAMED), pytest.param(4, OTHERS, {}, marks=pytest.mark.nightly)],
-    ids=["usual", "others"],
-)
-def test_consumers_get_the_checkpoint(folders, tmp_path, ranks, kinds, cases):
-    run_ranks(consume, ranks, kinds, cases, False, folders, tmp_path)
+def test_consumers_get_the_checkpoint(folders, tmp_path):
+    run_ranks(consume, 3, CASES, folders, tmp_path)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllms_own_classes_take_it(folders, tmp_path):
-    run_ranks(consume, 4, KINDS + OTHERS, {}, True, folders, tmp_path)
-
-
-def test_the_examples_are_short():
-    for file in (DOCS / "examples").glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 120, file.name
+    run_ranks(run_cases, 4, [to_vllm], folders, tmp_path)

@@ -5,27 +5,20 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import ParallelDims, RanksError, from_pretrained, live_weights, save_pretrained
-from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.rounds import rounds_of
-from tests._dist import LIMIT_S, run_cases, run_ranks
-from tests.api import agreed, all_ranks
+from hf_fsdp_tools import RanksError, from_pretrained, live_weights, save_pretrained, wait_for_saves
+from hf_fsdp_tools.distributed import liveness
+from tests._dist import LIMIT_S, run_ranks
+from tests.api import all_ranks
 
-EVEN = {"pad_to_multiple_of": 2}
-"""The 131 words of the checkpoint, which two ranks cannot divide."""
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -42,39 +35,34 @@ def once(sent: signal.Signals, function: Callable[..., object]) -> Callable[...,
     return instead
 
 
-def load(folder: Path, sent: signal.Signals, **layout: Any) -> None:
+def load(folder: Path, sent: signal.Signals) -> None:
     with patch("os.preadv", once(sent, os.preadv)):
-        from_pretrained(folder, **layout)
+        from_pretrained(folder)
 
 
-def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
-    model = from_pretrained(folder, **layout)
+def save(folder: Path, sent: signal.Signals) -> None:
+    model = from_pretrained(folder)
     with patch("os.pwritev", once(sent, os.pwritev)):
         save_pretrained(model, folder.with_name("saved"))
 
 
-def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
-    weights = live_weights(from_pretrained(folder, **layout))
+def save_later(folder: Path, sent: signal.Signals) -> None:
+    model = from_pretrained(folder)
+    with patch("os.pwritev", once(sent, os.pwritev)):
+        save_pretrained(model, folder.with_name("saved"), blocking=False)
+        wait_for_saves()
+
+
+def send(folder: Path, sent: signal.Signals) -> None:
+    weights = live_weights(from_pretrained(folder))
     with patch.object(dist, "batch_isend_irecv", once(sent, dist.batch_isend_irecv)):
         weights.send(lambda bucket: None, 2**16)
 
 
-def join(folder: Path, sent: signal.Signals) -> None:
-    """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
-    rounds_of_all = rounds_of()
-    assert rounds_of_all is not None
-    scope = rounds_of_all._scopes[-1]
-    count = f"{scope.path}.{scope.count}/count"
-    while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
-        time.sleep(0.01)
-    with patch.object(rounds, "_outcome", once(sent, rounds._outcome)):
-        all_ranks("value", "joining")
-
-
 ROADS = {
-    "join": (join, "joining"),
     "load": (load, "reading the checkpoint"),
     "save": (save, "(writing|adding up)"),
+    "save later": (save_later, "(saving in the background|adding up)"),
     "send": (send, "sending weights"),
 }
 
@@ -103,17 +91,13 @@ def stop_on(road: str, folder: Path) -> None:
     assert len(set(all_ranks(str(caught.value)))) == 1
 
 
-def stop_on_every_road(folder: Path) -> None:
-    run_cases({road: partial(stop_on, road) for road in ROADS if road != "send"}, folder)
-
-
 def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.symlink_to(folders["llama"])
-    run_ranks(stop_on_every_road, 2, folder)
+    run_ranks(stop_on, 2, "load", folder)
 
 
-def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -> None:
+def live(rank: int, port: int, road: str, folder: Path) -> None:
     """The life of a rank, which leaves the message of its error behind; its parent keeps the store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -122,75 +106,26 @@ def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
-        ROADS[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
+        ROADS[road][0](folder, signal.SIGKILL)
     folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
 
 
-@contextmanager
-def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
+@pytest.mark.parametrize("road", ["load", "send", "save", "save later"])
+def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.symlink_to(folders["llama"])
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-
-
-@pytest.mark.parametrize(
-    ("road", "sizes"),
-    [
-        ("load", {}),
-        ("send", {}),
-        ("save", {"ep_size": 2}),
-        pytest.param("save", {}, marks=pytest.mark.nightly),
-        pytest.param("load", {"tp_size": 2}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_killed_rank_ends_the_others(
-    road: str, sizes: dict[str, int], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    if sizes:
-        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
-    folder = tmp_path / "model"
-    folder.symlink_to(folders["qwen3_moe" if sizes else "llama"])
-    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    with living(
-        [CONTEXT.Process(target=live, args=(rank, store.port, road, folder, sizes)) for rank in range(2)]
-    ) as ranks:
         for rank in ranks:
             rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
+    finally:
+        for rank in ranks:
+            rank.kill()
     message = (tmp_path / "message").read_text()
     expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
     assert re.match(expected, message), message
-
-
-def keep_the_store(rank: int, ports: Any, messages: Any) -> None:
-    """Rank 0 keeps the store, as where no launcher does, and is stopped."""
-    store = dist.TCPStore("127.0.0.1", ports.get() if rank else 0, 2, rank == 0, wait_for_workers=False)
-    if rank == 0:
-        ports.put(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    liveness.SILENT_S = 2
-    with pytest.raises(RanksError) as caught:
-        all_ranks("here", "meeting")
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while True:
-            with agreed("saving"), agreed("saving a part"):
-                all_ranks("value", "exchanging")
-    messages.put(str(caught.value))
-    messages.close()
-    messages.join_thread()
-    os._exit(0)
-
-
-def test_the_others_learn_that_rank_0_which_keeps_the_store_is_stopped() -> None:
-    ports, messages = CONTEXT.Queue(), CONTEXT.Queue()
-    with living([CONTEXT.Process(target=keep_the_store, args=(rank, ports, messages)) for rank in range(2)]) as ranks:
-        assert "store of the process group does not answer (no answer for 2 s)" in messages.get(timeout=LIMIT_S / 2)
-        ranks[1].join(LIMIT_S / 2)
-        assert ranks[1].exitcode == 0

@@ -1,11 +1,17 @@
-"""Saving on real ranks: the files are what plain save_pretrained writes, and plain from_pretrained gets every bit
-back."""
+"""What a save writes, at once and in the background: the bytes of plain save_pretrained, of the moment of the call, in
+bounded memory, and what plain from_pretrained gets back; `test_saves.py` has what fails."""
 
-import errno
+import gc
+import itertools
 import json
 import os
+import re
+import threading
+import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,43 +19,35 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_fsdp_tools import CheckpointError, save_pretrained, wait_for_saves
-from hf_fsdp_tools.saving import hidden_folder, save
-from hf_fsdp_tools.steps import build_meta_model, load_weights, make_wrap_plan
+from hf_fsdp_tools import CheckpointError, WrapPolicy, from_pretrained, save_pretrained, wait_for_saves
+from hf_fsdp_tools.saving import publish
+from hf_fsdp_tools.steps import load_weights, make_wrap_plan
+from tests import api
 from tests._checkpoints import (
     KINDS,
     assert_same_model,
-    full_state,
+    assert_same_tensors,
     loaded,
     make_checkpoint,
     make_model,
     no_space,
     plain_model,
     randomize,
+    refusal,
     sharded_meta_model,
     stored_tensors,
+    word_tokenizer,
 )
 from tests._dist import run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored
-from tests.api import (
-    CheckpointIndex,
-    LoadReport,
-    Rounds,
-    SaveReport,
-    TransferStats,
-    patched,
-    plain_view,
-    wrap_fsdp1,
-    write_transfers,
-)
 from tests.ranks.test_load import last_even_dim
 
 
@@ -61,73 +59,61 @@ def assert_same_checkpoint(kind: str, saved: Path, original: Path) -> None:
     assert wrong == "", kind
 
 
-def load_and_save(kinds: list[str], folders: dict[str, Path], root: Path) -> list[tuple[LoadReport, SaveReport]]:
+def load_and_save(
+    kinds: list[str], folders: dict[str, Path], root: Path
+) -> list[tuple[api.LoadReport, api.SaveReport]]:
     reports = []
     for kind in kinds:
         model = sharded_meta_model(kind, folders[kind])
         loaded = load_weights(model, folders[kind])
         assert_same_model(model, plain_model(kind, folders[kind]), kind)
         assert not loaded.missing_keys and not loaded.unexpected_keys and not loaded.converted_bytes, str(loaded)
-        reports.append((loaded, save_pretrained(model, root / kind, max_shard_size="60KB")))
+        saved = save_pretrained(model, root / kind, max_shard_size="60KB", processing_class=word_tokenizer())
+        reports.append((loaded, saved))
     return reports
 
 
 @pytest.mark.parametrize("kinds", [["tied", "deepseek_v3"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
 def test_every_kind_is_loaded_and_saved_as_it_was(kinds: list[str], folders: dict[str, Path], tmp_path: Path) -> None:
-    """On 3 ranks, of which some hold nothing of a tensor; `test_round_trip.py` has more kinds, on 2."""
+    """On 3 ranks, of which some hold nothing of a tensor."""
     per_rank = run_ranks(load_and_save, 3, kinds, folders, tmp_path)
     for kind, of_ranks in zip(kinds, zip(*per_rank, strict=True), strict=True):
         loads, reports = zip(*of_ranks, strict=True)
-        stored = CheckpointIndex.open(folders[kind]).num_bytes
+        stored = api.CheckpointIndex.open(folders[kind]).num_bytes
         assert all(load.read_ratio <= 1.01 for load in loads), kind
         assert stored <= sum(load.share_bytes for load in loads) <= 1.05 * stored, "each its share"
         assert_same_checkpoint(kind, tmp_path / kind, folders[kind])
-        assert sum(r.bytes_written for r in reports) == reports[0].total_bytes
+        assert (tmp_path / kind / "tokenizer.json").exists()
+        assert sum(r.bytes_written for r in reports) == json.loads(reports[0].to_json())["total_bytes"]
         assert all(0 < r.bytes_written < r.total_bytes for r in reports), kind  # no rank wrote it all
         assert not reports[0].gathered_bytes, kind
-        assert {p.name for p in (tmp_path / kind).iterdir() if p.name.startswith(".")} == set()
 
 
-def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
+def save_otherwise(folders: dict[str, Path], root: Path) -> list[api.SaveReport]:
     """HSDP, other shard dimensions, and fp32 master weights saved in the dtype they came from."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = loaded("mixtral", folders["mixtral"], mesh=mesh)
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patched(_MIN_PART_BYTES=64):  # else all are so small that one replica writes them alone
+    with api.patched(_MIN_PART_BYTES=64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
-        save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
-        later = wait_for_saves()
-        assert later is not None and later.bytes_written == reports[-1].bytes_written
-    broken = patch.object(os, "pwritev", no_space) if dist.get_rank() == 3 else nullcontext()
-    with broken, pytest.raises(CheckpointError, match=r"rank 3: .*Cannot write .*No space left"):
-        save_pretrained(model, root / "hsdp", max_shard_size="60KB")
     for kind in ("mixtral", "gpt2"):
         model = loaded(kind, folders[kind], shard_placement_fn=last_even_dim)
         reports.append(save_pretrained(model, root / f"columns {kind}", max_shard_size="60KB"))
     model = sharded_meta_model("mixtral", folders["bf16"])
     load_weights(model, folders["bf16"], dtype=torch.float32)
-    staged = []
-
-    def counted(*args: Any, **kwargs: Any) -> TransferStats:
-        stats = write_transfers(*args, **kwargs)
-        staged.append(stats.staging_bytes)
-        return stats
-
-    with patch.object(save, "write_transfers", counted):
-        bound = {"staging_bytes": 2**15, "max_shard_size": "60KB"}
-        reports.append(save_pretrained(model, root / "bf16", dtype=torch.bfloat16, **bound))
-    assert 0 < max(staged) <= 2**15, "a cast takes no more memory than it was given"
+    save_pretrained(model, root / "bf16", dtype=torch.bfloat16, staging_bytes=2**15, max_shard_size="60KB")
     return reports
 
 
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)
-    for name in ("hsdp", "hsdp, cut", "hsdp, later"):
-        assert_same_checkpoint("mixtral", tmp_path / name, folders["mixtral"])
-        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
-        alone = {path.name: path.read_bytes() for path in (tmp_path / "columns mixtral").glob("*.safetensors")}
-        assert files == alone, "to the bit the files that ranks without replicas write"
+    for name in ("hsdp", "hsdp, cut"):
+        found, expected = (
+            {path.name: path.read_bytes() for path in (tmp_path / each).glob("*.safetensors")}
+            for each in (name, "columns mixtral")
+        )
+        assert found == expected, "to the bit the files that ranks without replicas write"
     for kind in ("mixtral", "gpt2"):
         assert_same_checkpoint(kind, tmp_path / f"columns {kind}", folders[kind])
     assert_same_checkpoint("mixtral", tmp_path / "bf16", folders["bf16"])
@@ -136,7 +122,6 @@ def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -
         assert sum(rank[i].bytes_written for rank in per_rank) == per_rank[0][i].total_bytes, "each byte once"
     first, second = (sum(rank[1].bytes_written for rank in part) for part in (per_rank[:2], per_rank[2:]))
     assert abs(first - second) < 0.1 * (first + second), "about as much each"
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 class Doubled(ConversionOps):
@@ -163,7 +148,7 @@ def with_conversion(folder: Path, operation: ConversionOps) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder)
 
 
-def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[int, int, int]]:
+def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[int, int]]:
     """A conversion that computes, and one whose runs in the file are two bytes long; FSDP2, then FSDP1."""
     found = []
     for name, operation in (("doubled", Doubled()), ("transposed", Transpose(0, 1))):
@@ -173,114 +158,192 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
         model = sharded_meta_model("llama", folder)
         model._weight_conversions = plain._weight_conversions
         load = load_weights(model, folder)
-        with (
-            patch.object(DTensor, "full_tensor", None),  # no rank but the first may hold a whole tensor
-            patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange,
-        ):
+        with patch.object(DTensor, "full_tensor", None):  # no rank but the first may hold a whole tensor
             report = save_pretrained(model, tmp / f"{name} ours", staging_bytes=2**12)
-        assert exchange.call_count <= 5, "whatever is gathered"
-        found.append((load.converted_bytes, report.gathered_bytes, report.bytes_written))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            flat = wrap_fsdp1(plain, make_wrap_plan(plain))
-        save_pretrained(plain_view(flat), tmp / f"{name} flat", staging_bytes=2**12)
+        found.append((load.converted_bytes, report.gathered_bytes))
+        save_both_ways(model, tmp / name)
+        save_pretrained(api.plain_view(as_fsdp1(plain)), tmp / f"{name} flat", staging_bytes=2**12)
     return found
 
 
-def save_twice(folder: Path, target: Path) -> None:
-    """Many files, then one, then many again: what is there afterwards is the last save and nothing else."""
-    model = loaded("llama", folder)
-    for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
-        with patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange:
-            report = save_pretrained(model, os.path.relpath(target), max_shard_size=size)
-        assert exchange.call_count <= 5, "rounds of agreement"
-        assert len(report.files) == expected
-        weights = {p.name for p in target.iterdir() if "safetensors" in p.name and not p.name.endswith(".json")}
-        assert weights == set(report.files)
-        assert (target / "model.safetensors.index.json").exists() == (expected > 1)
-        assert (target / "notes.txt").read_text() == "mine"
+def as_fsdp1(plain: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return api.wrap_fsdp1(plain, make_wrap_plan(plain))
 
 
-def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
-    """Training leaves the root unit gathered; what is saved are the shards, with the update in them."""
-    model = loaded("tied", folder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.arange(24).reshape(2, 12)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    with torch.no_grad():
-        model(input_ids=tokens)  # gathered again, and not trained on
-    save_pretrained(model, target)
-    return full_state(model)
-
-
-def on_two_ranks(folders: dict[str, Path], root: Path) -> dict[str, Any]:
-    return run_cases(
-        {
-            "twice": lambda: save_twice(folders["llama"], root / "twice"),
-            "after a step": lambda: save_after_a_step(folders["tied"], root / "after a step"),
-            "gathered": lambda: save_what_cannot_be_written_in_place(root / "stored", root),  # every llama has it then
-        }
-    )
-
-
-def test_saves_are_replaced_whole_hold_updates_and_gather_what_cannot_be_written_in_place(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    (tmp_path / "twice").mkdir()
-    (tmp_path / "twice" / "notes.txt").write_text("mine")
+def test_what_cannot_be_written_in_place_is_gathered_by_one_rank(tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_hidden_layers=2)
-    randomize(LlamaForCausalLM(config)).save_pretrained(tmp_path / "stored")
-    per_rank = run_ranks(on_two_ranks, 2, folders, tmp_path)
-    assert_same_checkpoint("llama", tmp_path / "twice", folders["llama"])
-    trained = per_rank[0]["after a step"]
-    saved, before = (plain_model("tied", f).state_dict() for f in (tmp_path / "after a step", folders["tied"]))
-    assert all(torch.equal(saved[key], tensor) for key, tensor in trained.items())
-    assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
+    randomize(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))).save_pretrained(tmp_path / "stored")
     down = 2 * 96 * 96 * 4
-    gathered = zip(*(results["gathered"] for results in per_rank), strict=True)
-    for name, rows in zip(("doubled", "transposed"), gathered, strict=True):
-        assert [row[1] for row in rows] == [down, down]
-        assert rows[0][0] == (down if name == "doubled" else 0)
-        theirs = stored_tensors(tmp_path / f"{name} theirs")
+    for found in run_ranks(save_what_cannot_be_written_in_place, 2, tmp_path / "stored", tmp_path):
+        assert found[0] == (down, down) and found[1][1] == down
+    for name in ("doubled", "transposed"):
         for way in ("ours", "flat"):
-            ours = stored_tensors(tmp_path / f"{name} {way}")
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
+            assert_same_tensors(stored_tensors(tmp_path / f"{name} {way}"), stored_tensors(tmp_path / f"{name} theirs"))
 
 
-def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the system call, the C library's stand-in would write 4 KiB by 4 KiB what is to be written anyway."""
-    size = 2**20 + 1
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("posix_fallocate may write every block"))
-    with open(tmp_path / "reserved", "wb") as stream:
-        can = hidden_folder._fallocate(stream.fileno(), size) == 0
-        hidden_folder._reserve(stream.fileno(), size)
-    with (
-        open(tmp_path / "bare", "wb") as stream,
-        patch.object(hidden_folder, "_fallocate", lambda *_: errno.EOPNOTSUPP),
-    ):
-        hidden_folder._reserve(stream.fileno(), size)
-    reserved, bare = ((tmp_path / name).stat() for name in ("reserved", "bare"))
-    assert reserved.st_size == bare.st_size == size
-    assert bare.st_blocks * 512 < size, "nothing was written"
-    assert not can or reserved.st_blocks * 512 >= size
-    with (
-        open(tmp_path / "full", "wb") as stream,
-        patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC),
-        pytest.raises(OSError, match="No space left"),
-    ):
-        hidden_folder._reserve(stream.fileno(), size)
+class Gate:
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.before: Callable[[], object] = lambda: None
+        """Called in place of each write that is let through, before it."""
+        self._write = os.pwritev
+
+    def __call__(self, *args: Any) -> int:
+        if threading.current_thread().name == "save":
+            assert self.opened.wait(100), "nobody has opened the gate"
+            self.before()
+        return self._write(*args)
 
 
-def test_one_process_without_a_group_saves_too_with_its_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = build_meta_model(folders["llama"])
-    load_weights(model, folders["llama"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")))
-    report = save_pretrained(model, tmp_path, processing_class=tokenizer)
-    assert_same_checkpoint("llama", tmp_path, folders["llama"])
-    assert (tmp_path / "tokenizer.json").exists()
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert (
-        json.loads(report.to_json())["total_bytes"] == report.bytes_written == CheckpointIndex.open(tmp_path).num_bytes
+@contextmanager
+def gated() -> Iterator[Gate]:
+    gate = Gate()
+    with patch.object(os, "pwritev", gate):
+        try:
+            yield gate
+        finally:
+            gate.opened.set()
+
+
+def change(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(1)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {re.sub(r"\.[0-9a-f]{8}-", "-", str(path.relative_to(folder))): path.read_bytes() for path in found}
+
+
+def bytes_alive() -> int:
+    """Of all tensors that Python knows."""
+    gc.collect()
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def save_both_ways(model: Any, folder: Path, *, live: Any = None, **options: Any) -> None:
+    """What is changed while it is being written is written as it was at the time of the call."""
+    save_pretrained(model, folder / "at once", max_shard_size="60KB", **options)
+    before = bytes_alive()
+    with gated() as gate:
+        known = save_pretrained(model, folder / "later", max_shard_size="60KB", blocking=False, **options)
+        copied = bytes_alive() - before
+        change(live or model)
+        assert not list((folder / "later").glob("*.safetensors")), "nobody sees what is not complete"
+        gate.opened.set()
+        report = wait_for_saves()
+    assert report is not None and report.files and not known.files
+    assert 0 < report.pause_seconds < report.seconds and report.copied_bytes >= report.bytes_written
+    assert bytes_alive() - before < copied / 2, "the memory of the copy is free once it is written"
+    api.wait_for_all_ranks()
+    assert files_in(folder / "later") == files_in(folder / "at once"), folder.name
+    assert wait_for_saves() is None, "a report is given once"
+
+
+def values_of_the_moment(source: Path, target: Path) -> None:
+    save_both_ways(loaded("mixtral", source / "mixtral"), target / "experts one by one, cast", dtype=torch.bfloat16)
+    whole = WrapPolicy(replicate=("model.norm.weight", "model.embed_tokens"))
+    save_both_ways(from_pretrained(source / "llama", policy=whole), target / "whole parameters")
+    offload = CPUOffloadPolicy(pin_memory=False)
+    save_both_ways(from_pretrained(source / "llama", offload_policy=offload), target / "shards on the host")
+    live = as_fsdp1(randomize(LlamaForCausalLM(LlamaConfig.from_pretrained(source / "llama"))))
+    save_both_ways(api.plain_view(live), target / "FSDP1", live=live)
+
+
+class WithAnother(torch.optim.SGD):
+    """Its step has another optimizer's in it, as that of `Muon` has AdamW's."""
+
+    def __init__(self, own: nn.Parameter, others: nn.Parameter) -> None:
+        super().__init__([own], lr=1.0)
+        self._other = torch.optim.SGD([others], lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self._other.step()
+
+
+def disk_full_on_one_rank(source: Path, target: Path) -> None:
+    """Ranks that are at very different steps when a save fails raise its error before the same one."""
+    model = loaded("llama", source / "llama")
+    weight, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = WithAnother(weight, other)
+    weight.grad, other.grad = torch.ones(1), torch.ones(1)
+    with gated() as gate:
+        gate.before = no_space if dist.get_rank() == 1 else lambda: None
+        save = partial(save_pretrained, model, target, blocking=False)
+        save()
+        said = r"failed on 1 of 2 ranks.*\n?.*rank 1: .*Cannot write .*No space left"
+        with pytest.raises(CheckpointError, match=said) as caught:
+            for step in itertools.count():
+                if step == 4:
+                    gate.opened.set()
+                optimizer.step()
+                time.sleep(0.001 if dist.get_rank() == 0 else 0.02)
+        steps = -weight.item()
+        assert -other.item() == steps > 3, "the step that was to come has not begun"
+        assert len(set(api.all_ranks((steps, str(caught.value))))) == 1
+        assert wait_for_saves() is None, "an error is raised once"
+        for stop in (wait_for_saves, partial(save_pretrained, model, target), partial(from_pretrained, target)):
+            save()
+            with pytest.raises(CheckpointError, match="No space left"):
+                stop()
+
+
+def nobody_reads_what_rank_0_says(source: Path, target: Path) -> None:
+    """It fails alone, after the save; the others do not wait for it, nor it for them."""
+    model = loaded("llama", source / "llama")
+    closed = patch("tqdm.auto.tqdm.write", side_effect=BrokenPipeError("nobody reads"))
+    with closed, pytest.raises((BrokenPipeError, CheckpointError), match="nobody reads"):
+        save_pretrained(model, target, blocking=False)
+        wait_for_saves()
+    save_pretrained(model, target, blocking=False)
+    assert wait_for_saves() is not None
+
+
+def no_memory_for_the_copy(source: Path, target: Path) -> None:
+    """One machine, so that the least that a rank sees is what all have together."""
+    model = loaded("llama", source / "llama")
+    share = 10**9 if dist.get_rank() == 0 else 10_000
+    with api.patched(available_bytes=lambda: share):
+        text = refusal(partial(save_pretrained, model, target, max_shard_size="60KB", blocking=False), CheckpointError)
+        said = r"a copy: .* kB of host memory for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
+        assert re.search(said, text)
+    api.wait_for_all_ranks()
+    assert not target.exists()
+
+
+CASES = (values_of_the_moment, disk_full_on_one_rank, nobody_reads_what_rank_0_says, no_memory_for_the_copy)
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    for kind in ("llama", "mixtral"):
+        make_checkpoint(kind, tmp_path / "source" / kind)
+    run_ranks(
+        run_cases, 2, {case.__name__: partial(case, tmp_path / "source", tmp_path / case.__name__) for case in CASES}
     )
+
+
+def end_right_after(source: Path, target: Path) -> bool:
+    def wait_for_the_end_of_the_group() -> None:
+        while dist.is_initialized():
+            time.sleep(0.01)
+
+    gate = os.pwritev = Gate()  # until the process ends
+    gate.opened.set()
+    gate.before = wait_for_the_end_of_the_group
+    publish.ThreadPoolExecutor = None  # the interpreter begins no thread while it ends
+    save_pretrained(loaded("llama", source), target, max_shard_size="60KB", blocking=False)
+    return any(target.glob("model.*-of-*"))
+
+
+def test_a_script_that_ends_has_its_save_finished_without_its_process_group(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "source")
+    make_model("llama", seed=5).save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+    assert run_ranks(end_right_after, 2, source, tmp_path / "saved") == [False, False]
+    assert_same_tensors(stored_tensors(tmp_path / "saved"), stored_tensors(source))
+    assert not list((tmp_path / "saved").glob(".*")), "nothing hidden is left"

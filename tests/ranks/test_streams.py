@@ -2,9 +2,7 @@
 
 import itertools
 import multiprocessing
-import re
 import warnings
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
-from torch.utils.data import IterableDataset as TorchStream
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
 from tests._checkpoints import refusal
-from tests._dist import named, run_cases, run_ranks
+from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, new_accelerator
 from tests.api import share_of_stream
 
@@ -29,14 +26,9 @@ pytest.importorskip("torchdata", reason="torchdata is not installed (pip install
 FILES, PER_FILE = 4, 12
 
 
-def _rows(files: list[int], log: str = "") -> Any:
+def _rows(files: list[int]) -> Any:
     for file in files:
-        for row in range(PER_FILE):
-            number = file * PER_FILE + row
-            if log:
-                with open(log, "a") as stream:
-                    stream.write(f"{number}\n")
-            yield {"number": number}
+        yield from ({"number": file * PER_FILE + row} for row in range(PER_FILE))
 
 
 def _numbered(row: dict[str, Any]) -> dict[str, Any]:
@@ -44,8 +36,8 @@ def _numbered(row: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-def stream(files: int = FILES, log: str = "") -> IterableDataset:
-    made = IterableDataset.from_generator(_rows, gen_kwargs={"files": list(range(files)), "log": log})
+def stream(files: int = FILES) -> IterableDataset:
+    made = IterableDataset.from_generator(_rows, gen_kwargs={"files": list(range(files))})
     return made.map(_numbered, remove_columns=["number"])
 
 
@@ -103,75 +95,19 @@ def lives(source: Path, out: Path, make: Any, *, is_share: bool = False, **setti
     return found
 
 
-def _share(files: int, seed: int | None) -> Any:
-    return share_of_stream(stream(files), seed=seed)
-
-
-def an_own_share(ways: Any, workers: int, source: Path, out: Path) -> None:
+def an_own_share(files: int, seed: int, workers: int, source: Path, out: Path) -> None:
     """As recipes read: shuffled among themselves, of files of its own or every other row, with workers."""
     may_have_workers()
-    for files, seed in ways:
-        way = out / f"{files} {workers}"
-        seen = lives(source, way, partial(_share, files, seed), is_share=True, dataloader_num_workers=workers)
-        assert len(set(seen)) == 10
+    make = lambda: share_of_stream(stream(files), seed=seed)  # noqa: E731
+    assert len(set(lives(source, out, make, is_share=True, dataloader_num_workers=workers))) == 10
 
 
-def divided_by_accelerate(ways: Any, workers: int, source: Path, out: Path) -> None:
-    """Rank 0 reads for all, which is the default; or each rank for itself, also files that do not divide evenly."""
+def divided_by_accelerate(dispatch: bool | None, files: int, workers: int, source: Path, out: Path) -> None:
+    """Rank 0 reads for all, which is the default."""
     may_have_workers()
-    for dispatch, files in ways:
-        config = {"dispatch_batches": dispatch} if dispatch is not None else None
-        way = out / f"{dispatch} {files} {workers}"
-        settings = {"accelerator_config": config, "dataloader_num_workers": workers}
-        seen = lives(source, way, partial(stream, files), **settings)
-        assert len(set(seen)) == (10 if files > 1 else 6), "of one file each rank has half, twice"
-
-
-def files_that_are_done_are_not_read_again(source: Path, out: Path) -> None:
-    log = out / f"log-{dist.get_rank()}"
-    make = partial(stream, 4, str(log))
-    settings = {"accelerator_config": {"dispatch_batches": False}, "per_device_train_batch_size": 2, "save_steps": 4}
-    whole = _trainer(source, out, make(), 5, **settings)
-    whole.train()
-    log.write_text("")
-    again = _trainer(source, out, make(), 5, **settings)
-    again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
-    assert again.seen == whole.seen[-4:]
-    read = {int(number) // PER_FILE for number in log.read_text().split()}
-    assert read == {again.seen[0] // PER_FILE} != {whole.seen[0] // PER_FILE}, "of two files one was done"
-
-
-def _warned(call: Callable[[], object], said: str) -> bool:
-    """Whether rank 0 says once that a stream is read again, in these words, and no other rank does."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    texts = [str(each.message) for each in caught if "read again" in str(each.message)]
-    return len(texts) == (dist.get_rank() == 0) and all(re.search(said, text) for text in texts)
-
-
-def a_buffer_reads_again_and_says_so(source: Path, out: Path) -> None:
-    make = lambda: stream().shuffle(seed=1, buffer_size=8)  # noqa: E731
-    whole = _trainer(source, out, make(), 3)
-    whole.train()
-    again = _trainer(source, out, make(), 3)
-    said = r"The stream is read again .* 'checkpoint-2', for its state leaves out the rows in the buffer of shuffle\(\)"
-    assert _warned(lambda: again.train(resume_from_checkpoint=str(out / "checkpoint-2")), said)
-    assert again.seen == whole.seen[-2:]
-
-
-class Numbered(TorchStream):  # type: ignore[misc]
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter(stream().with_format("torch"))
-
-
-def an_own_stream_without_state_reads_again_and_says_so(source: Path, out: Path) -> None:
-    whole = _trainer(source, out, Numbered(), 3)
-    whole.train()
-    again = _trainer(source, out, Numbered(), 3)
-    said = r"The stream is read again .* 'checkpoint-2', for Numbered has no state_dict and load_state_dict"
-    assert _warned(lambda: again.train(resume_from_checkpoint=str(out / "checkpoint-2")), said)
-    assert again.seen == whole.seen[-2:]
+    config = {"dispatch_batches": dispatch} if dispatch is not None else None
+    settings = {"accelerator_config": config, "dataloader_num_workers": workers}
+    assert len(set(lives(source, out, partial(stream, files), **settings))) == 10
 
 
 def another_stream_is_refused(source: Path, out: Path) -> None:
@@ -188,51 +124,37 @@ def on_another_number_of_ranks(source: Path, out: Path) -> None:
     assert again.seen == [4, 5]
 
 
-def a_plain_loop(ways: Any, workers: int, source: Path, out: Path) -> None:
+def a_plain_loop(dispatch: bool | None, workers: int, source: Path, out: Path) -> None:
     """Accelerate's `use_stateful_dataloader`, killed and resumed twice; the loader goes on by itself."""
     may_have_workers()
-    for dispatch in ways:
-        folder = out / f"state {dispatch}"
-        found: list[int] = []
-        for count in (3, 2, 3):
-            config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
-            accelerator = new_accelerator(dataloader_config=config)
-            model = accelerator.prepare(from_pretrained(source, accelerator=accelerator))
-            loader = accelerator.prepare(DataLoader(stream().with_format("torch"), batch_size=1, num_workers=workers))
-            if found:
-                accelerator.load_state(folder)
-            for batch in itertools.islice(loader, count):
-                found += (batch["input_ids"][:, 0] - 3).tolist()
-                last = len(found)
-                if last in (3, 5):
-                    accelerator.save_state(folder)
-            del model
-        assert len(found) == 8 and len(set(found)) == 8, found
+    found: list[int] = []
+    for count in (3, 2, 3):
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+        accelerator = new_accelerator(dataloader_config=config)
+        accelerator.prepare(from_pretrained(source, accelerator=accelerator))
+        loader = accelerator.prepare(DataLoader(stream().with_format("torch"), batch_size=1, num_workers=workers))
+        if found:
+            accelerator.load_state(out / "state")
+        for batch in itertools.islice(loader, count):
+            found += (batch["input_ids"][:, 0] - 3).tolist()
+            if len(found) in (3, 5):
+                accelerator.save_state(out / "state")
+    assert len(found) == 8 and len(set(found)) == 8, found
 
 
-def goes_on(cases: dict[str, Any], source: Path, root: Path) -> None:
+USUAL: dict[str, Any] = {
+    "own": partial(an_own_share, 3, 3, 0), "divided": partial(divided_by_accelerate, None, 4, 0),
+    "plain": partial(a_plain_loop, None, 0), "another": another_stream_is_refused,
+}  # fmt: skip
+WORKERS = {"own": partial(an_own_share, 4, 3, 2), "divided": partial(divided_by_accelerate, None, 4, 2)}
+WORKERS |= {"plain": partial(a_plain_loop, False, 2)}
+
+
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(WORKERS, marks=pytest.mark.nightly)])
+def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path, cases: dict[str, Any]) -> None:
+    source = folders["llama"]
     for name in cases:
-        (root / name).mkdir()
-    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in cases.items()})
-
-
-def ways_to_read(own: Any, divided: Any, plain: Any, workers: int = 0) -> dict[str, Any]:
-    ways = {an_own_share: own, divided_by_accelerate: divided, a_plain_loop: plain}
-    return {case.__name__: partial(case, each, workers) for case, each in ways.items()}
-
-
-def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
-    others = (an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused)
-    cases = ways_to_read([(3, 3)], [(None, 4)], [None]) | named(*others)
-    goes_on(cases, folders["llama"], tmp_path)
-    run_ranks(on_another_number_of_ranks, 1, folders["llama"], tmp_path / "another_stream_is_refused")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_read_by_workers_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path, workers: int) -> None:
-    ways = [(4, 3)], [(None, 4)] if workers else [(False, 1)], [False]
-    others = {
-        case.__name__: case for case in (files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so)
-    }
-    goes_on(ways_to_read(*ways, workers) | ({} if workers else others), folders["llama"], tmp_path)
+        (tmp_path / name).mkdir()
+    run_ranks(run_cases, 2, {name: partial(case, source, tmp_path / name) for name, case in cases.items()})
+    if "another" in cases:
+        run_ranks(on_another_number_of_ranks, 1, source, tmp_path / "another")

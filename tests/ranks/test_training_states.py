@@ -1,11 +1,9 @@
-"""States that other tools have saved open as models and adapters: their folders and names, on any number of ranks."""
+"""States that other tools have saved open as models and adapters and are exported, on any number of ranks."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,17 +12,13 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_fsdp_tools import CheckpointError, FSDPPlugin, from_pretrained
-from hf_fsdp_tools.loading import adapter_state
-from hf_fsdp_tools.loading.fill import fill_shards
-from tests._checkpoints import assert_same_model, full_state, plain_model, stored_tensors
+from hf_fsdp_tools import CheckpointError, FSDPPlugin, export_checkpoint, from_pretrained
+from tests._checkpoints import assert_same_model, assert_same_tensors, full_state, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import new_accelerator
+from tests.api import all_ranks
 
 IDS = torch.arange(3, 19).reshape(1, 16)
 SHARDED, FULL, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -46,9 +40,6 @@ def adapted(folder: Path) -> Any:
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
     return model
-
-
-# ---- folders, saved by 2 ranks ----
 
 
 def prepared(version: int, plain: Any, kind: StateDictType) -> tuple[Any, Any, Any]:
@@ -75,17 +66,6 @@ def save_by_accelerate(version: int, plain: Any, kind: StateDictType, folder: Pa
         save_fsdp_model(plugin, accelerator, model, str(folder), **options)
 
 
-def save_by_writer(tensors: dict[str, torch.Tensor], folder: Path, *, joined: bool = False, files: int = 1) -> None:
-    """As torchtitan's `last_save_in_hf` does, and whoever uses torch's writer."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {
-        key: distribute_tensor(t, mesh, [Shard(t.dim() - 1 if "down" in key else 0)]) for key, t in tensors.items()
-    }
-    placed = {key: 1 + i % files for i, key in enumerate(state)}
-    writer = HuggingFaceStorageWriter(str(folder), placed, save_distributed=True, enable_consolidation=joined)
-    dcp.save(state, storage_writer=writer)
-
-
 def save_all(folders: dict[str, Path], root: Path) -> None:
     llama = folders["llama"]
     for version, kind in ((1, "tied"), (2, "llama")):
@@ -103,8 +83,6 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
     save_by_accelerate(2, adapted(llama), FULL, root / "adapter 2 FULL", adapter_only=True)
     if dist.get_rank() == 0:
         arrange_as_axolotl(root, llama)
-    save_by_writer(stored_tensors(llama), root / "writer" / "llama", files=2)
-    save_by_writer(stored_tensors(folders["mixtral"]), root / "writer" / "mixtral", joined=True)
     model = from_pretrained(llama)
     state = model.state_dict()
     for name, saved in NAMES.items():
@@ -149,72 +127,48 @@ NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-# ---- opened by any number ----
-
-
-def opened(folders: dict[str, Path], sources: dict[Path, tuple[str, set[str]]]) -> list[float]:
-    """Open each source, of a kind and with what must be given; how much of its share each load read."""
-    ratios = []
-    plain = {kind: plain_model(kind, folders[kind]) for kind, _ in sources.values()}
-    for source, (kind, given) in sources.items():
-        options: dict[str, Any] = {"config": folders[kind]} if given else {}
+def models(folders: dict[str, Path], root: Path) -> None:
+    out, base = root / "axolotl", folders["llama"]
+    sources: dict[Path, tuple[str, bool]] = {  # the kind, and whether a config must be given
+        root / "accelerate 1" / "checkpoint-5": ("tied", False),
+        root / "accelerate 1" / "checkpoint-5" / "pytorch_model_fsdp_0": ("tied", False),
+        root / "accelerate 1" / "whole": ("tied", False),
+        root / "accelerate 2" / "checkpoint-5": ("llama", False),
+        root / "accelerate 2" / "whole" / "pytorch_model_fsdp.bin": ("llama", False),
+        out / "merged": ("llama", False),
+        **{root / "names" / name: ("llama", True) for name in list(NAMES)[:6]},
+    }
+    for source, (kind, is_given) in sources.items():
+        options: dict[str, Any] = {"config": folders[kind]} if is_given else {}
         model, report = from_pretrained(source, output_loading_info=True, allow_pickle=True, **options)
-        assert_same_model(model, plain[kind], str(source))
+        assert_same_model(model, plain_model(kind, folders[kind]), str(source))
         strange = {"a value head": 1, "flat, with the optimizer": 21}.get(source.name, 0)
         assert not report.missing_keys and len(report.unexpected_keys) == strange, (source, report)
-        ratios.append(report.read_ratio)
-    return ratios
-
-
-def names(folders: dict[str, Path], root: Path) -> list[float]:
-    return opened(folders, {root / "names" / name: ("llama", {"config"}) for name in list(NAMES)[:6]})
-
-
-def models(folders: dict[str, Path], root: Path) -> list[float]:
-    out = root / "axolotl"
-    sources: dict[Path, tuple[str, set[str]]] = {
-        root / "accelerate 1" / "checkpoint-5": ("tied", set()),
-        root / "accelerate 1" / "checkpoint-5" / "pytorch_model_fsdp_0": ("tied", set()),
-        root / "accelerate 1" / "whole": ("tied", set()),
-        root / "accelerate 2" / "checkpoint-5": ("llama", set()),
-        root / "accelerate 2" / "whole" / "pytorch_model_fsdp.bin": ("llama", set()),
-        out / "merged": ("llama", set()),
-        root / "writer" / "llama": ("llama", {"config"}),
-        root / "writer" / "mixtral" / "sharded": ("mixtral", {"config"}),
-    }
-    return opened(folders, sources)
-
-
-def adapters(folders: dict[str, Path], root: Path) -> None:
-    """The PEFT config is near, or given; the base is in the state, or is named by the PEFT config."""
-    base, out = folders["llama"], root / "axolotl"
+        assert report.read_ratio <= 1.01, source
+        if "names" not in source.parts:  # ranks share the work
+            exported = root / f"{dist.get_world_size()}" / str(source.relative_to(root)).replace("/", " ")
+            wrote = export_checkpoint(source, exported, max_shard_size="60KB", allow_pickle=True, **options)
+            assert_same_tensors(stored_tensors(exported), stored_tensors(folders[kind]), source)
+            assert sum(all_ranks(wrote.bytes_written)) == wrote.total_bytes
+    # The PEFT config is near, or given; the base is in the state, or is named by the PEFT config.
     expected = adapted(base).state_dict()
     near = [out, out / "checkpoint-3", out / "deep" / "checkpoint-4"]
-    given = sorted(root.glob("peft *"))
-    alone = [root / "adapter 2 SHAR", root / "adapter 2 FULL"]
-    assert len(given) == 4
-    costs: list[Any] = []
+    given, alone = sorted(root.glob("peft *")), [root / "adapter 2 SHAR", root / "adapter 2 FULL"]
     for source in (*near, *given, *alone):
-        options: dict[str, Any] = {"is_trainable": source == near[1]}
+        options = {"is_trainable": source == near[1]}
         if source not in near:
             options = {"peft_config": lora(base if source in alone else None), "allow_pickle": True}
             options |= {"config": base} if source in given else {}
-        costs.clear()
-        with patch.object(adapter_state, "fill_shards", lambda *a, **k: costs.append(fill_shards(*a, **k))):
-            model, report = from_pretrained(source, output_loading_info=True, **options)
-        assert len(costs) == (0 if source == near[0] else 1), "PEFT reads its own files"
-        assert all(0 < cost.stats.num_bytes <= 1.01 * cost.share_bytes for cost in costs), (source, costs)
-        found = full_state(model)
-        assert found.keys() == expected.keys()
-        assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], source
+        model, report = from_pretrained(source, output_loading_info=True, **options)
+        assert_same_tensors(full_state(model), expected, source)
         assert not report.missing_keys and not report.unexpected_keys and report.read_ratio <= 1.01, (source, report)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert len(trained) == (0 if source in (near[0], near[2]) else 11), source
 
 
 def refusals(folders: dict[str, Path], root: Path) -> None:
-    base = folders["llama"]
-    given = {"config": base}
+    base, other = folders["llama"], lora(folders["llama"])
+    given, other.r = {"config": base}, 5
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("parts", given, r"parts of 2 ranks.*LOCAL_STATE_DICT.*FULL_STATE_DICT"),
         ("rank files", given, r"parts of 2 ranks.*use_dcp=False"),
@@ -226,17 +180,13 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
         ("peft 2 SHAR", {"peft_config": lora(None)}, r"without the base's config\.json near it.*or pass config="),
         ("adapter 2 SHAR", {"peft_config": lora(None)}, "without the base's weights, .* names no base"),
         ("adapter 1 SHAR", {"peft_config": lora(base)}, r"lacks 10 of the adapter's 11 tensors.*with fsdp_version 1"),
+        ("adapter 2 SHAR", {"peft_config": other}, r"another shape than the adapter's(.|\n)*\[3, .*\[5, "),
     ]
     for name, options, said in cases:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=said):
             from_pretrained(root / name, allow_pickle=True, **options)
-        assert re.search(said, str(caught.value)), (name, str(caught.value))
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
         from_pretrained(root / "peft 2 FULL", config=base, peft_config=lora(None))
-    other = lora(base)
-    other.r = 5
-    with pytest.raises(CheckpointError, match=r"another shape than the adapter's(.|\n)*\[3, .*\[5, "):
-        from_pretrained(root / "adapter 2 SHAR", peft_config=other)
 
 
 @pytest.fixture(scope="module")
@@ -246,15 +196,6 @@ def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return root
 
 
-@pytest.mark.parametrize(
-    "worlds",
-    [
-        pytest.param({3: (models,), 1: (names, adapters, refusals)}, id="usual"),
-        pytest.param({1: (models,), 3: (names, adapters, refusals)}, marks=pytest.mark.nightly, id="others"),
-    ],
-)
-def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, worlds: Any) -> None:
-    for ranks, cases in worlds.items():
-        for found in run_ranks(run_cases, ranks, cases, folders, saved):
-            ratios = found.get("models") or found["names"]
-            assert max(ratios) <= 1.01, ratios
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, ranks: int) -> None:
+    run_ranks(run_cases, ranks, [models, refusals], folders, saved)

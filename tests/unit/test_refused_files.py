@@ -2,7 +2,6 @@
 bounded time and length, a row each."""
 
 import json
-import math
 import os
 import pickle
 import shutil
@@ -17,30 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_fsdp_tools import CheckpointError, FSDPToolsError, LaunchConfig, from_pretrained, load_adapter
-from hf_fsdp_tools.errors import storage_errors
 from hf_fsdp_tools.steps import build_meta_model, load_weights, open_checkpoint
-from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
-from tests.api import (
-    MANIFEST,
-    METADATA,
-    CheckpointIndex,
-    _problem_of_state,
-    load_pickled,
-    matched,
-    matches,
-    parse_dcp,
-    parse_pickled,
-    patched,
-    read_manifest,
-    refuse_damage,
-)
+from tests import api
+from tests._checkpoints import Runs, make_checkpoint, make_model
+from tests.api import matches
 from tests.unit.test_index import Damage, config, stored
-from tests.unit.test_pickled import rezipped
 
 MOST_CHARACTERS = 1500
 INDEX, HEAD = "model.safetensors.index.json", "model.lm_head.weight"
@@ -64,9 +48,6 @@ def sparse(name: str, size: int) -> Damage:
 
 def all_of(*damages: Damage) -> Damage:
     return lambda folder: [damage(folder) for damage in damages]
-
-
-# ---- good ones, of which copies are damaged ----
 
 
 @pytest.fixture(scope="module")
@@ -95,64 +76,31 @@ def metadata(change: Callable[[Metadata, Any], object]) -> Damage:
     """Of a folder of DCP; the second argument is the place of the head's tensor."""
 
     def damage(folder: Path) -> None:
-        content: Metadata = pickle.loads((folder / METADATA).read_bytes())
+        content: Metadata = pickle.loads((folder / api.METADATA).read_bytes())
         change(content, next(place for key, place in content.storage_data.items() if key.fqn == HEAD))
-        (folder / METADATA).write_bytes(pickle.dumps(content))
+        (folder / api.METADATA).write_bytes(pickle.dumps(content))
 
     return damage
-
-
-def place(**changed: str) -> Damage:
-    return metadata(lambda _, place: vars(place).update(changed))
-
-
-def without_chunks(content: Metadata, _: Any) -> None:
-    content.state_dict_metadata[HEAD].chunks.pop()
-
-
-def halved(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def zeroed(file: Path) -> None:
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def chunks(change: Callable[[Path], object]) -> Damage:
-    """The file of a folder of DCP that has the tensors."""
-    return lambda folder: change(next(folder.glob("*.distcp")))
-
-
-def without_one_of_four(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    next(folder.glob("*-00002-of-*")).unlink()
-
-
-def two_too_short(folder: Path) -> None:
-    for file in sorted(folder.glob("*.safetensors"))[:2]:
-        os.truncate(file, file.stat().st_size - 1)
 
 
 NO_ROPE = {"rope_type": "nonsense", "rope_theta": 1e4}
 NESTED = '{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 COPIES: dict[str, tuple[str, Damage, str]] = {
     "config nested deeply": ("files", text("config.json", NESTED), r"config\.json: is not valid JSON: Recur"),
-    "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
     "unknown rope": ("files", config(rope_parameters=NO_ROPE), r"configuration of .*'nonsense'.*config\.json"),
-    "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
-    "generation config a list": ("files", text("generation_config.json", "[]"), r"_config\.json: expected .*und \[\]"),
-    "a place that is a text": ("dcp", place(offset="7"), r"\.metadata: is not as DCP writes it: .*Save it again"),
-    "a place outside": ("dcp", place(relative_path="../other"), r"names '\.\./other', expected a file of the folder"),
-    "a chunk too few": ("dcp", metadata(without_chunks),
+    "a place outside": ("dcp", metadata(lambda _, place: vars(place).update(relative_path="../other")),
+         r"names '\.\./other', expected a file of the folder"),
+    "a chunk too few": ("dcp", metadata(lambda content, _: content.state_dict_metadata[HEAD].chunks.pop()),
          r"chunks of .* \[131, 48\] leave something out.*save it again"),
-    "code in DCP": ("dcp", text(METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
-    "chunks too short": ("dcp", chunks(halved), "bytes long, but .* is at bytes .*The checkpoint is not complete"),
-    "no chunks": ("dcp", chunks(Path.unlink), "is not there, but"),
-    "chunks of zeros": ("dcp", chunks(zeroed), r"distcp: '.*' at byte \d+: .*is no archive as torch.save writes it"),
+    "code in DCP": ("dcp", text(api.METADATA, pickle.dumps({"a": Path.touch})), "nothing that DCP writes"),
+    "chunks too short": ("dcp", lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
+         "bytes long, but .* is at bytes .*The checkpoint is not complete"),
     "weights out of the folder": ("files", config(transformers_weights="../x.safetensors"),
          "expected a file inside the folder"),
-    "a file too few": ("files", without_one_of_four, r"3 of 4 files model-\*-of-00004.safetensors and no index"),
-    "files too short": ("files", two_too_short, r"2 problems(.|\n)*00001(.|\n)*00002"),
+    "a file too few": ("files", lambda folder: [file.unlink() for file in (folder / INDEX, *folder.glob("*-00002*"))],
+         r"3 of 4 files model-\*-of-00004.safetensors and no index"),
+    "files too short": ("files", lambda folder: [os.truncate(file, 500) for file in folder.glob("*-0000[12]-*")],
+         r"2 problems(.|\n)*00001(.|\n)*00002"),
 }  # fmt: skip
 """What is copied, what is done to it, and what the error says."""
 
@@ -167,22 +115,6 @@ def test_a_damaged_copy_is_one_error(good: dict[str, Path], tmp_path: Path, name
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_integers_are_not_called_quantised_and_no_class_is_changed(good: dict[str, Path], tmp_path: Path) -> None:
-    tensors = stored_tensors(good["files"])
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'lm_head.weight' holds int32, expected floating-point") as caught:
-        load_weights(build_meta_model(good["files"]), tmp_path)
-    assert "uanti" not in str(caught.value)
-    folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
-    for layers in (1, 30):
-        config(num_hidden_layers=layers)(folder)
-        use(folder)
-
-
-# ---- adapters ----
-
-
 def truncated(folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -193,24 +125,16 @@ def with_code(folder: Path) -> None:
     torch.save({"a": Runs(folder / "ran")}, folder / "adapter_model.bin")
 
 
-def of_other_shape(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    save_file({key: torch.ones(2, 2) for key in load_file(file)}, file)
-
-
 adapter_config = partial(config, name="adapter_config.json")
 ENDLESS = ("(.|.)*[xy]$", "(?:(?:.|[a-z]|m)+)+[0-9]$")
 TIMED_OUT = r"adapter_config\.json: '.*is no regular .* that can be used.*timed out"
 
 ADAPTERS: dict[str, tuple[Damage, str]] = {
     "base a number": (adapter_config(base_model_name_or_path=3), r"base_model_name_or_path is 3, expected a name"),
-    "unknown type": (adapter_config(peft_type="EVIL"), r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'"),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
     "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),
     "a module to import": (adapter_config(megatron_config={}, megatron_core="os"), "megatron_core is 'os', expected"),
     "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: missing \)"),
-    "a rank of 10^9": (adapter_config(r=10**9), r"a dimension is 1000000000, and adapter_model\.safe.* holds"),
-    "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
     **{
         f"endless {key}": (adapter_config(**{key: {ENDLESS[0]: 3} if key == "rank_pattern" else ENDLESS[0]}), TIMED_OUT)
         for key in ("target_modules", "exclude_modules", "rank_pattern")
@@ -224,7 +148,7 @@ def test_a_damaged_adapter_is_one_error_and_leaves_the_model(good: Any, tmp_path
     damage(folder := Path(shutil.copytree(good["adapter"], tmp_path / "damaged")))
     model = AutoModelForCausalLM.from_pretrained(good["files"])
     before = described(model)
-    with patched(_MATCH_S=0.1), pytest.raises(FSDPToolsError, match=said) as caught:
+    with api.patched(_MATCH_S=0.1), pytest.raises(FSDPToolsError, match=said) as caught:
         load_adapter(model, folder)
     assert len(str(caught.value)) < MOST_CHARACTERS
     assert described(model) == before and not (folder / "ran").exists()
@@ -248,14 +172,11 @@ def test_a_file_does_not_say_what_this_process_connects_to(good: Any, tmp_path: 
 @pytest.mark.parametrize("pattern", [*ENDLESS, "(.*", "(){1000000000}", "((){ 999 , }){999}", "(" * 10_001])
 def test_patterns_of_a_quantisation_config_end_too_or_are_refused(pattern: str) -> None:
     """`regex` unrolls what is counted, until no memory is left."""
-    assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
+    assert api.matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
     said = "quantization_config: .*timed" if pattern in ENDLESS else "is no regular .*: (missing|it is too long)"
-    with patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
+    with api.patched(_MATCH_S=0.1), pytest.raises(CheckpointError, match=said) as caught:
         matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
     assert len(str(caught.value)) < MOST_CHARACTERS
-
-
-# ---- folders of weights ----
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
@@ -305,37 +226,24 @@ NO_WEIGHTS = r"No weights in .*"
 NEMO = f"{NO_WEIGHTS}folder 'model' inside, as NeMo AutoModel's are"
 FOLDERS: dict[str, tuple[Damage, str]] = {
     "key twice": (weights(stored(TWICE)), r"model\.safetensors.*key 'a' occurs twice"),
-    "a dtype of 4 bits": (weights(stored({"a": entry("F4", (16,))}, bytes(8))), "F4 is not supported; supported"),
-    "hole": (weights(stored({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20))), "SafetensorError"),
     "git-lfs": (weights(b"version https://git-lfs.github.com/spec/v1\noid sha256:0"), "git-lfs.*Run `git lfs pull`"),
     "a long name": (weights(stored({"." * 10**5: entry()}, bytes(8))), "names a tensor by 100,000 characters"),
-    "endless": (weights((2**63).to_bytes(8, "little")), "cannot be read as safetensors"),
     "absent file": (mapped(c="gone.safetensors"), "'gone.safetensors' for 1 tensor.*there"),
-    "absent key": (mapped(ghost="x.safetensors"), "names 'ghost' in 'x.safetensors'"),
     "leaves the folder": (mapped(a="../x.safetensors"), "inside the folder"),
-    "map of numbers": (listed({"weight_map": {"a": 1}}), "expected a 'weight_map'"),
-    "not a weight file": (mapped(a="x.bin"), "expected a safetensors file"),
-    "not an object": (listed([1]), r"expected a JSON object, found \[1\]"),
     "no JSON": (listed(b"\xff\xff{"), r"json: is not valid JSON: UnicodeDecodeError.*The file is damaged"),
     "a link to nothing": (instead(linked("blob")), r"'x\.safetensors' \(a link to '.*blob'\) .*is not there\. Downl"),
-    "a folder": (instead(lambda folder: (folder / "x.safetensors").mkdir()), "which is not there"),
-    "a folder alone": (lambda folder: (folder / "x.safetensors").mkdir(), "is no regular file"),
     "a pipe": (pipe("x.safetensors"), "is no regular file"),
-    "a link to itself": (linked("x.safetensors"), "Cannot read"),
     "terabytes": (sparse("x.safetensors", 2**43), r"x\.safetensors: cannot be (read|mapped)"),
     "one key in two files": (all_of(*TWO_OF_ONE_NAME),
          "y.safetensors: holds 'a', which x.safetensors holds too; keep one"),
     "no folder": (lambda folder: folder.rmdir(), r"No such folder.*Give a folder"),
     "nothing": (lambda folder: None, rf"{NO_WEIGHTS}found nothing.*Give the folder"),
-    "a config": (text("config.json", "{}"), rf"{NO_WEIGHTS}found config\.json"),
     "chunks without metadata": (of_tool("__0_0.distcp"), r"found __0_0.distcp. Its \.metadata is missing: copy it too"),
     "verl": (of_tool("model_world_size_2_rank_0.pt", "huggingface/config.json"), f"{NO_WEIGHTS}verl.model_merger m"),
     "DeepSpeed": (of_tool("latest", "zero_to_fp32.py", "global_step3/a.pt"), rf"{NO_WEIGHTS}zero_to_fp32\.py \. OUT"),
     "NeMo": (of_tool("model/model.safetensors", "optim/.metadata"), NEMO),
-    "NeMo's DCP": (of_tool("model/.metadata", "model/__0_0.distcp"), NEMO),
     "GGUF": (of_tool("model.gguf"), f"{NO_WEIGHTS}gguf_file=name"),
     "Lightning": (of_tool("last.ckpt"), f"{NO_WEIGHTS}Lightning wrote these files.*allow_pickle=True"),
-    "states": (of_tool("rng_state.pth", "optimizer.pt"), f"{NO_WEIGHTS}Give the folder that save_pretrained wrote"),
 }  # fmt: skip
 """What the folder holds, and what the error says."""
 
@@ -347,22 +255,8 @@ def test_a_folder_without_good_weights_is_one_error(tmp_path: Path, name: str) -
     damage(folder)
     for allow_pickle in (False, True) if said.startswith("No weights") else (False,):
         with pytest.raises(CheckpointError, match=rf"(?s){said}") as caught:
-            CheckpointIndex.open(folder, allow_pickle=allow_pickle)
+            api.CheckpointIndex.open(folder, allow_pickle=allow_pickle)
         assert str(folder) in str(caught.value) and len(str(caught.value)) < 1000
-
-
-# ---- files that are no weights of the hub's ----
-
-
-def tensor_in_pickle(*shape: int, strides: bytes) -> bytes:
-    """A pickled dict of one tensor."""
-    numel, sizes = bytes((75, math.prod(shape))), b"(" + b"".join(bytes((75, n)) for n in shape) + b"t"
-    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpu" + numel + b"tQ"
-    call = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + sizes + b"(" + strides + b"t\x89"
-    return b"}X\1\0\0\0a" + call + b"ccollections\nOrderedDict\n)RtRs"
-
-
-BACKWARDS = tensor_in_pickle(2, 3, strides=b"J\xfd\xff\xff\xffK\1")
 
 
 def pickled(content: bytes, **records: bytes) -> Damage:
@@ -384,7 +278,7 @@ def saved_code(folder: Path, name: str = "x.bin") -> None:
 
 def check_state(folder: Path) -> None:
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
-    if found := _problem_of_state(folder, args):
+    if found := api._problem_of_state(folder, args):
         raise CheckpointError(f"{folder} {found}")
 
 
@@ -393,7 +287,7 @@ def of(name: str, read: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda folder: read(folder / name)
 
 
-parsed, read_safely = of("x.bin", parse_pickled), of("x.bin", partial(load_pickled, safe=TORCH_SAFE_GLOBALS))
+parsed, read_safely = of("x.bin", api.parse_pickled), of("x.bin", partial(api.load_pickled, safe=TORCH_SAFE_GLOBALS))
 translated, checked = of("c.yaml", LaunchConfig.translate_file), of("c.yaml", LaunchConfig.check_file)
 
 
@@ -405,11 +299,6 @@ def yaml(content: str) -> Damage:
     return text("c.yaml", content)
 
 
-def manifest_of_names_without_end(folder: Path) -> None:
-    files: dict[str, Any] = {str(i): {} for i in range(200_001)}
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "ranks": 1, "files": files}))
-
-
 ONES, OLDER = {"a": torch.ones(2)}, {"_use_new_zipfile_serialization": False}
 HISTORY = '{"global_step": 3, "log_history": [5]}'
 MLX = '{"fine_tune_type": "lora", "model": "base", "num_layers": 2}'
@@ -419,27 +308,19 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
     "an older format": (saved(ONES, **OLDER), parsed, r"no archive as torch\.save writes it.*torch\.save\(torch\.load"),
     "code": (saved_code, parsed, "could run code, so it was not opened .*GLOBAL.*allow its classes.*to safetensors"),
     "expanded": (saved({"a": torch.ones(3).expand(4, 3)}), parsed, "'a' is an expanded .*contiguous"),
-    "a number": (saved(ONES | {"epoch": 3}), parsed, r"no tensors: 'epoch' \(int\); ex"),
-    "big-endian": (rezipped(byteorder=b"big"), parsed, "big"),
     "a pipe": (pipe("x.bin"), parsed, "is no regular file"),
-    "compressed": (rezipped(zipfile.ZIP_DEFLATED), parsed, "is compressed, expected"),
-    "a stride below 0": (pickled(BACKWARDS, **{"data/0": bytes(24)}), parsed, "a size or stride below 0"),
-    "a large byte order": (pickled(b"}", byteorder=bytes(10**8 + 1)), parsed, "has 100,000,001 bytes, and is"),
-    "an archive behind others": (rezipped(before=b"0"), parsed, "has bytes in front of its archive"),
-    "GGUF itself": (text("x.gguf", b"GGUF\x03\0\0\0"), of("x.gguf", CheckpointIndex.open),
-         "file of GGUF.*gguf_file=name"),
     "MLX": (all_of(*OF_MLX), from_pretrained, r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE"),
-    "no subfolder": (text("config.json", "{}"), partial(CheckpointIndex.open, subfolder="inner"), "No such folder"),
-    "a manifest that is a pipe": (pipe(MANIFEST), read_manifest, "is no regular file"),
-    "a manifest of names without end": (manifest_of_names_without_end, read_manifest, "is no list of at most 200,000"),
+    "a manifest that is a pipe": (pipe(api.MANIFEST), api.read_manifest, "is no regular file"),
+    **{
+        f"a manifest, {i}": (text(api.MANIFEST, content), api.read_manifest, api.MANIFEST)
+        for i, content in enumerate(("{", "null", '{"format": 2}', '{"format": 1, "ranks": 2, "files": {"../a": {}}}'))
+    },
     "a history of numbers": (text("trainer_state.json", HISTORY), check_state, r"\(log_history is \[5\]\)"),
     "a billion labels": (of_llama(num_labels=10**9), open_checkpoint, "'num_labels' is 1000000000, expected at most"),
-    "fewer layers than none": (of_llama(num_hidden_layers=-1), open_checkpoint,
-         "_layers' is -1, expected at most 10,000"),
-    "a scheduler of another kind": (saved([1], "scheduler.bin"), refuse_damage,
+    "a scheduler of another kind": (saved([1], "scheduler.bin"), api.refuse_damage,
          r"scheduler\.bin: holds a list, expected"),
     **{
-        f"code in {name}": (partial(saved_code, name=name), refuse_damage, f"{name}: .*could run code")
+        f"code in {name}": (partial(saved_code, name=name), api.refuse_damage, f"{name}: .*could run code")
         for name in ("scheduler.pt", "rng_state.pth")
     },
     "YAML of a megabyte": (yaml("a: 1\n" * 250_000), checked, "is 1,250,000 bytes long"),
@@ -447,16 +328,11 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
         f"YAML with {name}": (yaml(content), translated, rf"c\.yaml.*{said}")
         for name, content, said in (
             ("merge keys", "a: &a {b: 1}\nc: {<<: [*a, *a]}\n", r", line 2: the alias \*a is not read here: write "),
-            ("a value in itself", "a: &a [*a]\n", r" the alias \*a is not read"),
             ("a number in base 60", "a: 1" + ":1" * 300_000, r" a value of 600,001 characters is not read"),
-            ("lists in lists", "a: " + "[" * 10**5, "RecursionError"),
             ("maps in maps", "{a: " * 10**4 + "}" * 10**4, "RecursionError"),
-            ("no such month", "a: 2026-13-01", "ValueError: month must be"),
             ("a long number", "a: " + "9" * 5000, " a value of 5,000 characters"),
-            ("a wrong tag", "a: !!timestamp x", "AttributeError"),
         )
     },
-    "a config that is a pipe": (pipe("c.yaml"), translated, "is no regular file"),
     "DeepSpeed's file without end": (all_of(sparse("ds.json", 2**40), DEEPSPEED), translated,
          "is 1,099,511,627,776 bytes long"),
 }  # fmt: skip
@@ -465,22 +341,18 @@ FILES: dict[str, tuple[Damage, Callable[[Path], object], str]] = {
 DOUBLED = b")q\0" + b"".join(bytes((104, i, 104, i, 0x86, 113, i + 1)) for i in range(60))
 PICKLES = {
     "a key of 2^60 parts": (b"}" + DOUBLED + b"Ns", "are repeated until they hold more than"),
-    "an item of 2^60 parts": (b"c__builtin__\nset\n]" + DOUBLED + b"a\x85R", "are repeated until"),
-    "a deep key": (b"})" + b"\x85" * 300_000 + b"Ns", "more than 100 tuples are in each other"),
     "a key doubled in place": (b"})" + b"2\x86" * 60 + b"Ns", "operation 0x32 is none that torch or DCP writes"),
     "gigabytes of zeros": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R", "bytearray is called otherwise than"),
-    "gigabytes in a list": (b"c__builtin__\nbytearray\n]J\xff\xff\xff\x7faR", "bytearray is called otherwise than"),
     "a slow codec": (b"c_codecs\nencode\nX\1\0\0\0aX\x08\0\0\0punycode\x86R", "encode is called otherwise than"),
     "a memo of gigabytes": (b"Nr\xff\xff\xff\x7f", "place 2,147,483,647 of its memo is beyond its end"),
     "many dimensions": (b"ctorch._utils\n_rebuild_tensor_v2\nN(" + b"K\1" * 99 + b"t\x86R", "more than 64 dimensions"),
-    "nothing on the stack": (b"(\x86", "takes values from where there are none"),
 }
 """Pickles that torch's restricted unpickler, and that of DCP's metadata, would not be done with."""
 
 for _name, (_content, _said) in PICKLES.items():
     FILES[f"{_name}, pickled"] = (pickled(_content), read_safely, rf"x\.bin: .* opened: .*{_said}.*download it again")
-    _metadata = text(METADATA, b"\x80\2" + _content + b".")
-    FILES[f"{_name}, in DCP"] = (_metadata, parse_dcp, rf"\.metadata: cannot be read as .*{_said}.*Save it again")
+    _metadata = text(api.METADATA, b"\x80\2" + _content + b".")
+    FILES[f"{_name}, in DCP"] = (_metadata, api.parse_dcp, rf"\.metadata: cannot be read as .*{_said}.*Save it again")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -492,18 +364,3 @@ def test_a_file_that_cannot_be_used_is_one_error(tmp_path: Path, name: str) -> N
     assert len(str(caught.value)) < MOST_CHARACTERS
     assert not (tmp_path / "ran").exists(), "code of the file was run"
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_full_disk_is_one_error_whoever_writes() -> None:
-    file = Path("/dev/full")
-    by_torch = (partial(torch.save, torch.zeros(n), file) for n in (9, 10**5))
-    for write in (partial(file.write_text, "a"), *by_torch):
-        with pytest.raises(CheckpointError, match="Cannot save to '/dev/full'"), storage_errors("save to", file):
-            write()
-    with pytest.raises(RuntimeError, match="of something else"), storage_errors("save to", file):
-        raise RuntimeError("of something else")
-
-
-def test_values_that_no_json_has_are_said_like_others(tmp_path: Path) -> None:
-    yaml("distributed_type: FSDP\nnum_processes: 1\nmine: [2026-01-01, !!set {b}]\n")(tmp_path)
-    assert "mine" in " ".join(finding.fact for finding in LaunchConfig.check_file(tmp_path / "c.yaml"))

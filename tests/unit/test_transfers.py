@@ -1,16 +1,11 @@
-"""Transfers between files and memory: exact bytes both ways, few calls, and clear errors; staging buffers are bounded,
-in turn, and never given out while somebody copies from them; the road to an accelerator, on a stand-in whose copies are
-late."""
+"""Transfers between files and memory: exact bytes both ways, few calls, clear errors, bounded and available memory; the
+road to an accelerator and copies from it, on a stand-in whose copies are late."""
 
-import gc
 import math
 import os
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -21,21 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.loading.io import durable, files
-from hf_fsdp_tools.loading.report import _resident
+from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.copies import host_copies
 from tests._late import POISON, LateSideStream, Machine
 from tests._transfers import read_transfers
-from tests.api import (
-    MAX_GAP_BYTES,
-    MemoryWatch,
-    Reader,
-    Ring,
-    Transfer,
-    Writer,
-    buffer_sizes,
-    row_major_strides,
-    write_transfers,
-)
+from tests.api import Reader, Transfer, Writer, available_bytes, row_major_strides, write_transfers
 
 MIB = 2**20
 
@@ -72,36 +57,23 @@ def cases(draw: Callable[..., Any]) -> list[tuple[torch.Tensor, torch.Tensor, to
 @given(tensors=cases(), odd=st.integers(0, 7), staging=st.sampled_from([1024, MIB]))
 def test_any_view_travels_both_ways(tmp_path: Path, tensors: list[Any], odd: int, staging: int) -> None:
     """Unaligned data, casts, strides on both sides, buffers smaller than a tensor; writing touches nothing else."""
-    file, copy = tmp_path / "stored.bin", tmp_path / "copy.bin"
-    content = b"x" * odd
-    transfers, expected, begins = [], [], []
+    file, content = tmp_path / "stored.bin", b"x" * odd
+    transfers, expected = [], []
     for tensor, view, dtype, gaps in tensors:
         memory = torch.zeros([2 * n for n in view.shape] if gaps else view.shape, dtype=dtype)
         memory = memory[tuple(slice(0, n) for n in view.shape)]
         start = len(content) + view.storage_offset() * tensor.element_size()
-        begins.append(len(content))
         transfers.append(Transfer(file=file, start=start, dtype=tensor.dtype, strides=view.stride(), memory=memory))
         expected.append(view.to(dtype))
         content += raw(tensor)
     file.write_bytes(content)
-    read_transfers(transfers, staging_bytes=staging)
-    for transfer, values in zip(transfers, expected, strict=True):
-        assert torch.equal(transfer.memory, values)
-
-    copy.write_bytes(b"\xaa" * len(content))
-    write_transfers([replace(t, file=copy) for t in transfers], staging_bytes=staging)
-    reference = torch.full((len(content),), 0xAA, dtype=torch.uint8)
-    for transfer, values, begin in zip(transfers, expected, begins, strict=True):
-        size = max(t.numel() for t, *_ in tensors) * 8  # aligned scratch, then only this tensor's own bytes
-        tensor = next(t for (t, v, *_), e in zip(tensors, expected, strict=True) if e is values)
-        span = slice(begin, begin + tensor.numel() * tensor.element_size())
-        scratch = torch.zeros(size, dtype=torch.uint8)[: span.stop - span.start]
-        scratch.copy_(reference[span])
-        typed = scratch.view(tensor.dtype)
-        first = (transfer.start - begin) // tensor.element_size()
-        typed.as_strided(values.shape, transfer.strides, first).copy_(values)
-        reference[span] = scratch
-    assert copy.read_bytes() == reference.numpy().tobytes()
+    for is_zero in (False, True):
+        read_transfers(transfers, staging_bytes=staging)
+        for transfer, values in zip(transfers, expected, strict=True):
+            assert torch.equal(transfer.memory, values * (not is_zero))
+            transfer.memory.copy_(values * is_zero)
+        write_transfers(transfers, staging_bytes=staging)
+    assert file.read_bytes() == content, "what was zero for a while is as it was, and all around it"
 
 
 def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call(tmp_path: Path) -> None:
@@ -115,159 +87,58 @@ def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call
     assert (stats.num_bytes, stats.calls, stats.staging_bytes) == (600_000, 1, 0)
 
 
-@pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 4, None)])
-def test_columns_are_read_without_waste_or_a_call_per_row(
-    tmp_path: Path, columns: int, calls: int, num_bytes: Any
-) -> None:
-    """Large gaps are skipped, small ones read through."""
-    tensor = torch.randn(256, 8192).to(torch.bfloat16)
+def test_short_reads_go_on_and_bytes_are_told_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, real = torch.randn(100), os.preadv
     file = tmp_path / "stored.bin"
     file.write_bytes(raw(tensor))
-    memory = torch.zeros(256, columns, dtype=torch.bfloat16)
-    transfer = Transfer(file=file, start=0, dtype=tensor.dtype, strides=(8192, 1), memory=memory)
-    stats = read_transfers([transfer], staging_bytes=64 * MIB)
-    assert torch.equal(memory, tensor[:, :columns])
-    assert stats.calls <= calls
-    assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
-
-
-def test_large_requests_may_be_short_and_are_begun_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with small ones, which the system joins; and a system without such a call is no error."""
-    begun: list[tuple[int, int]] = []
-    monkeypatch.setattr(files, "begin_sync", lambda descriptor, *part: begun.append(part))
-    file, large, small = tmp_path / "stored.bin", torch.ones(3 * MIB), torch.ones(4)
-    file.write_bytes(bytes(large.nbytes + 16 + small.nbytes))
-    write_transfers([whole(file, large, large), whole(file, small, small, large.nbytes + 16)], staging_bytes=MIB)
-    assert sorted(begun) == [(0, 8 * MIB), (8 * MIB, 4 * MIB)]
-    with open(file, "r+b") as stream:
-        durable.begin_sync(stream.fileno(), 0, 8 * MIB)
-        monkeypatch.setattr(durable, "_BEGIN", None)
-        durable.begin_sync(stream.fileno(), 0, 8 * MIB)
-    assert durable._BEGIN is None and file.read_bytes()[: large.nbytes] == raw(large)
-    monkeypatch.undo()
-    monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
-    tensor = torch.randn(100, 30)
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(tensor))
-    memory, arrived = torch.zeros(100, 30), []
-    with Reader(staging_bytes=MIB, side=None, on_bytes=arrived.append) as reader:
-        stats = reader.read([whole(file, tensor, memory)])
-    assert torch.equal(tensor, memory)
-    assert stats.calls == 12 and sum(arrived) == 12000 and max(arrived) == 1024
-    tensor = torch.randn(100)
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(tensor))
-    real = os.preadv
 
     def third(descriptor: int, buffers: list[memoryview], position: int) -> int:
         return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], position)
 
-    monkeypatch.setattr(files.os, "preadv", third)
-    first, second = torch.zeros(60), torch.zeros(40)
-    parts = [whole(file, first, first), whole(file, second, second, 240)]
-    stats = read_transfers(parts, staging_bytes=MIB)
+    monkeypatch.setattr(os, "preadv", third)
+    first, second, arrived = torch.zeros(60), torch.zeros(40), []
+    with Reader(staging_bytes=MIB, side=None, on_bytes=arrived.append) as reader:
+        stats = reader.read([whole(file, first, first), whole(file, second, second, 240)])
     assert torch.equal(torch.cat([first, second]), tensor)
-    assert stats.calls > 6
+    assert stats.calls > 6 and sum(arrived) == 400
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
-def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advice: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(files.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(torch.ones(4)))
-    read_transfers([whole(file, torch.ones(4), torch.zeros(4))], staging_bytes=MIB)
-    write_transfers([whole(file, torch.ones(4), torch.ones(4))], staging_bytes=MIB)
-    with Reader(staging_bytes=MIB, side=None, read_ahead=True) as reader:
-        reader.read([whole(file, torch.ones(4), torch.zeros(4))])
-    assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1000 * 1024),
+        ({"memory.max": "900000", "memory.current": "800000", "memory.stat": "inactive_file 50000"}, 150_000),
+        ({"memory.max": "max", "memory.current": "8", "memory.stat": "anon 1"}, 1000 * 1024),
+    ],
+)
+def test_what_is_available_is_the_least_of_machine_and_container(tmp_path: Path, files: Any, expected: int) -> None:
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    with patch("psutil.virtual_memory", lambda: Mock(available=1000 * 1024)):
+        assert available_bytes(tmp_path) == expected
 
 
-def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_written_in_the_order_of_the_file(tmp_path: Path) -> None:
+    memory = torch.arange(48.0).reshape(6, 8)
+    (file := tmp_path / "f").write_bytes(bytes(192))
+    turned, expected = Transfer(file=file, start=0, dtype=memory.dtype, strides=(1, 6), memory=memory), raw(memory.t())
+    copied = copies.copied_transfers([turned])
+    memory.zero_()
+    write_transfers(copied, staging_bytes=MIB)
+    assert file.read_bytes() == expected
+
+
+def test_errors_name_the_file_and_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = whole(tmp_path / "absent.bin", torch.zeros(1000), torch.zeros(1000))
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check path"):
-        read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
-    file = tmp_path / "full.bin"
-    file.write_bytes(bytes(4000))
-    monkeypatch.setattr(files, "_REQUEST_BYTES", 4)
-    broken = Mock(side_effect=OSError(5, "Input/output error"))
-    monkeypatch.setattr(files.os, "preadv", broken)
-    reader = Reader(staging_bytes=MIB, side=None, in_flight=4)
-    with reader, pytest.raises(CheckpointError, match="Input/output error"):
-        reader.read([whole(file, torch.zeros(1000), torch.zeros(1000))])
-    assert broken.call_count <= 4
-    monkeypatch.setattr(files.os, "pwritev", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match=r"Cannot write .*full\.bin', where .* are free: .*No space.*and space"):
-        write_transfers([whole(file, torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
+        read_transfers([part], staging_bytes=MIB)
+    part.file.write_bytes(bytes(4000))
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        read_transfers([part], staging_bytes=MIB)
 
 
-def test_memory_watch_reads_the_resident_size_and_takes_the_mark_only_where_it_rose(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmPeak:\t  9000 kB\nVmHWM:\t  5000 kB\nVmRSS:\t  4000 kB\nRssAnon:\t  1 kB\n")
-    assert _resident(status) == (4000 * 1024, 5000 * 1024)
-    assert _resident(tmp_path / "absent") == (0, 0)
-    if sys.platform == "linux":
-        assert all(size > MIB for size in _resident())
-    # Not that of an earlier peak; and nothing where there is less than at the start.
-    for later, above in (((70, 90), 80), ((70, 50), 60), ((5, 50), 0)):
-        with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
-            assert MemoryWatch().above(0) == above
-
-
-KIB, MIB = 2**10, 2**20
-OWN = 1  # of devices 0 and 1
-IN_FLIGHT = 4
-
-
-class Copy:
-    """Stands for an event of a stream: done once it was waited for."""
-
-    def __init__(self, name: str, waited: list[str]) -> None:
-        self.name, self.waited = name, waited
-
-    def query(self) -> bool:
-        return self.name in self.waited
-
-    def synchronize(self) -> None:
-        self.waited.append(self.name)
-
-
-def test_a_buffer_comes_back_after_its_copy_and_counts_if_there_is_memory() -> None:
-    waited: list[str] = []
-    made: list[torch.Tensor] = []
-
-    def make() -> torch.Tensor:
-        made.append(torch.empty(4))
-        return made[-1]
-
-    ring = Ring(make, 2)
-    given = []
-    for name in "abcde":
-        given.append(ring.take())
-        ring.give_back(given[-1], Copy(name, waited))
-    assert [id(b) for b in given] == [id(made[i % 2]) for i in range(5)] and len(made) == 2
-    assert waited == ["a", "b", "c"]  # one copy runs while the other buffer is filled
-    answers = iter([MemoryError("no memory"), torch.empty(4)])
-
-    def make() -> torch.Tensor:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    ring = Ring(make, 1)
-    with pytest.raises(MemoryError, match="no memory"):
-        ring.take()
-    assert ring.made == 0
-    assert ring.take().shape == (4,)  # and not the error of an empty queue
-
-
-@pytest.mark.parametrize("staging_bytes", [MIB, files.STAGING_BYTES_PINNED])
-@pytest.mark.parametrize(("pinned", "in_flight"), [(False, 16), (True, 1), (True, 16)])
-def test_buffers_are_as_many_as_threads_and_within_the_bound(staging_bytes: int, pinned: bool, in_flight: int) -> None:
-    count, size = buffer_sizes(staging_bytes, in_flight, pinned=pinned)
-    assert count * size <= staging_bytes and count >= in_flight and size >= 2 * KIB
-    assert count > in_flight or not pinned, "what is copied from is not read into"
-    assert size & (size - 1) == 0 or not pinned, "PyTorch would round it up beyond the bound"
+KIB, IN_FLIGHT, OWN = 2**10, 4, 1  # of devices 0 and 1
 
 
 @contextmanager
@@ -326,7 +197,7 @@ def test_bytes_arrive_and_come_back_however_late(case: str, tmp_path: Path, monk
                 buffer[:] = bytes([POISON]) * len(buffer)
             return real(descriptor, buffers, position)
 
-        monkeypatch.setattr(files.os, "preadv", preadv)
+        monkeypatch.setattr(os, "preadv", preadv)
         transfers = places(file, tensors, make(machine, of_memory))
         with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
             stats = reader.read(transfers)
@@ -339,35 +210,12 @@ def test_bytes_arrive_and_come_back_however_late(case: str, tmp_path: Path, monk
         with Writer(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as writer:
             writer.begin(again)()
         assert set(machine.named) == {OWN}, "a call on another device makes a context there"
+        assert machine.pinned_alive == machine.copies_under_way == 0
     rounded = [tensor.to(of_memory).to(of_file) for tensor in tensors]
     assert copy.read_bytes() == b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in rounded)
 
 
-def test_columns_are_cast_by_the_device_from_buffers_that_hold_the_gaps_too(tmp_path: Path) -> None:
-    file, (tensor,) = stored(tmp_path, 1, (64, 3000), torch.float32)
-    with devices() as (machine, side):
-        memory = machine.tensor(64, 1000, dtype=torch.bfloat16)
-        transfer = Transfer(file=file, start=4000, dtype=torch.float32, strides=(3000, 1), memory=memory)
-        for read_ahead, calls in ((True, 2), (False, 64)):
-            memory.fill_(0)
-            with Reader(staging_bytes=4 * MIB, side=side, in_flight=1, read_ahead=read_ahead) as reader:
-                stats = reader.read([transfer])
-            assert torch.equal(memory, tensor[:, 1000:2000].bfloat16())
-            assert stats.calls <= calls, "gaps of 8 kB are read through where the page cache has them anyway"
-
-
-def test_few_large_runs_are_copied_straight_and_many_small_ones_by_one_copy_and_one_kernel(tmp_path: Path) -> None:
-    large, few = stored(tmp_path, 3, (64, 256), torch.bfloat16)
-    small, many = stored(tmp_path, 200, (16, 8), torch.bfloat16)
-    with devices() as (machine, side), Reader(staging_bytes=2 * MIB, side=side, in_flight=1) as reader:
-        reader.read(places(large, few, all_of_it(machine, torch.bfloat16)))
-        assert machine.done == ["copy"] * 3
-        machine.done.clear()
-        stats = reader.read(places(small, many, all_of_it(machine, torch.bfloat16)))
-        assert machine.done == ["copy", "copy_each"] and stats.calls == 1
-
-
-def test_what_was_queued_before_comes_first_and_host_memory_does_not_travel(tmp_path: Path) -> None:
+def test_what_was_queued_before_comes_first(tmp_path: Path) -> None:
     """The memory of a shard may be in use: here the program still writes to it."""
     file, tensors = stored(tmp_path, 4, (64, 300), torch.bfloat16)
     with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
@@ -379,80 +227,37 @@ def test_what_was_queued_before_comes_first_and_host_memory_does_not_travel(tmp_
             reader.read(transfers)
             machine.stream(OWN).mark().synchronize()
             assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors, strict=True))
-    file, tensors = stored(tmp_path, 20, (64, 300), torch.float32)
-    with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
-        transfers = places(file, tensors, lambda tensor: torch.empty(tensor.shape, dtype=torch.bfloat16))
-        transfers[::5] = places(file, tensors, all_of_it(machine, torch.bfloat16))[::5]
-        reader.read(transfers)
-        assert all(torch.equal(t.memory, tensor.bfloat16()) for t, tensor in zip(transfers, tensors, strict=True))
-        assert machine.done.count("copy") == machine.done.count("copy_each") <= 4
 
 
-def test_one_set_of_threads_and_buffers_serves_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
-    threads, real, opened = set(), os.preadv, []
-
-    def preadv(*args: Any) -> int:
-        threads.add(threading.get_ident())
-        return real(*args)
-
-    open_file = os.open
-    monkeypatch.setattr(files.os, "preadv", preadv)
-    monkeypatch.setattr(files.os, "open", lambda *args: opened.append(args[0]) or open_file(*args))
-    with devices() as (machine, side):
-        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
-            for _ in range(10):
-                transfers = places(file, tensors, all_of_it(machine, torch.bfloat16))
-                assert reader.read(transfers).staging_bytes <= 96 * KIB
-        assert len(threads) <= IN_FLIGHT and opened == [file]
-        assert len(machine.pinned_bytes) <= buffer_sizes(96 * KIB, IN_FLIGHT, pinned=True)[0]
-        assert sum(machine.pinned_bytes) <= 96 * KIB and machine.pinned_alive == 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_everything_dies_without_the_collector(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor memory does not make Python's collector run, so pinned memory in a cycle would stay for long."""
-    file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
-    with devices() as (machine, side):
-        transfers = places(file, tensors, all_of_it(machine, torch.bfloat16))
-        if fails:
-            with open(file, "r+b") as stream:
-                stream.truncate(file.stat().st_size // 2)
-        gc.collect()
-        gc.disable()
-        try:
-            reader = Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT)
-            with reader:
-                if fails:
-                    with pytest.raises(CheckpointError, match="shrank"):
-                        reader.read(transfers)
-                else:
-                    reader.read(transfers)
-            assert machine.pinned_bytes and machine.pinned_alive == 0
-            known = weakref.ref(reader), weakref.ref(reader._staging)
-            del reader
-            assert [each() for each in known] == [None, None]
-        finally:
-            gc.enable()
-
-
-def test_copies_are_waited_for_when_scattering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory, pinned or of shards, must not be freed under a copy."""
-    file, tensors = stored(tmp_path, 8, (64, 300), torch.float32)
-
-    class Failing(LateSideStream):
-        def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-            super().copy_each(to[:1], sources[:1])
-            raise RuntimeError("the kernel is not there")
-
-    with devices(late_s=0.02) as (machine, _):
-        side = Failing(machine, OWN)
-        transfers = places(file, tensors, all_of_it(machine, torch.bfloat16))
-        reader = Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT)
-        with reader, pytest.raises(RuntimeError, match="the kernel is not there"):
-            reader.begin(transfers)()
-        assert machine.copies_under_way == 0 and "copy" in machine.done
-        # nor where nobody waits for what was begun
-        with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
-            reader.begin(transfers)
-        assert machine.copies_under_way == 0
+def test_what_an_accelerator_holds_is_copied_when_the_call_returns() -> None:
+    """On a stand-in whose copies are late: same dtype and another, any strides, 0-d, empty, and some on the host."""
+    with Machine(seed=1) as machine, patch.object(copies, "_BUFFER_BYTES", 512):
+        on_device = [
+            machine.tensor(40, 30, dtype=torch.float32),
+            machine.tensor(40, 30, dtype=torch.bfloat16).t(),
+            machine.tensor(64, 30, dtype=torch.float32)[::2],
+            machine.tensor(100, dtype=torch.int64),
+            machine.tensor(1, dtype=torch.float32)[0],
+            machine.tensor(0, 3, dtype=torch.float32),
+        ]
+        sources = [*on_device, torch.zeros(7, 5)]
+        generator = torch.Generator().manual_seed(1)
+        for tensor in sources:
+            machine.raw(tensor).copy_(torch.randint(-99, 99, tensor.shape, generator=generator))
+        dtypes = [torch.bfloat16 if tensor.is_floating_point() else tensor.dtype for tensor in sources]
+        for wanted in (dtypes, [tensor.dtype for tensor in sources]):
+            expected = [machine.raw(t).to(dtype).clone() for t, dtype in zip(sources, wanted, strict=True)]
+            queued = machine.raw(on_device[0]).clone() + 1  # by the program, and not done yet
+            machine.stream(1).add(partial(machine.raw(on_device[0]).copy_, queued), late_s=0.02)
+            expected[0] = queued.to(wanted[0])
+            machine.set_device(1)
+            with patch.object(copies, "side_stream_for", lambda _: LateSideStream(machine, 1)):
+                made = host_copies(list(zip(sources, wanted, strict=True)))
+            for tensor in sources:
+                machine.raw(tensor).fill_(1)  # the next step
+            assert [copy.dtype for copy in made] == wanted and all(copy.is_contiguous() for copy in made)
+            assert all(map(torch.equal, made, expected))
+            assert set(machine.pinned_bytes) == {512} and machine.pinned_alive == machine.copies_under_way == 0
+            for tensor, values in zip(sources, expected, strict=True):
+                machine.raw(tensor).copy_(values)
+        assert machine.named.count(0) == 0, "nothing was made on device 0"
