@@ -49,7 +49,7 @@ from tests._checkpoints import (
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.api import all_ranks, clip_norm, local_tensor, part_of, patched
-from tests.ranks.test_background_saves import files_in, save_both_ways
+from tests.ranks.test_save import files_in, save_both_ways
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
