@@ -28,7 +28,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.quantized import keep
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import QUANTIZED, Tensors, of_linear
+from tests._checkpoints import QUANTIZED, Tensors, of_linear, of_mxfp8
 from tests.api import (
     CODECS,
     Box,
@@ -73,8 +73,13 @@ def by_compressed_tensors(parts: Tensors, config: Config, dtype: torch.dtype) ->
     return compressor.decompress(dict(parts), scheme)["weight"].to(dtype)
 
 
-LIBRARIES = {"fp8": by_transformers, "mxfp4": as_gpt_oss, "compressed-tensors": by_compressed_tensors}
-"""By the methods of configs; of GPTQ and AWQ, whose libraries need a GPU, the formulas."""
+LIBRARIES = {
+    "fp8": by_transformers,
+    "mxfp4": as_gpt_oss,
+    "compressed-tensors": by_compressed_tensors,
+    "modelopt": of_mxfp8,
+}
+"""By the methods of configs; of GPTQ and AWQ, whose libraries need a GPU, and of ModelOpt, the formulas."""
 
 
 # ---- how a weight is stored ----
@@ -186,6 +191,9 @@ FORMATS: dict[str, Format] = {
     "packed int8 per row": Format(
          "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=True, group=0, bits=8), PER_ROW),
     "nvfp4": Format("compressed nvfp4", 0.25),
+    "mxfp8": Format("compressed mxfp8", 0.13, (1, 32)),
+    "mxfp8 of ModelOpt": Format("mxfp8 experts", 0.13, (1, 32)),
+    "mxfp8 of stacks": Format("mxfp8 experts", 0.13, (3, 1, 32), says=None),
     "gptq": Format("gptq", 0.09, (8, 16)),
     "gptq v2": Format("gptq experts", 0.09, (8, 16)),
     "gptq of 8 bits": Format("gptq", 0.01, (8, 16), partial(gptq, bits=8), {"bits": 8}),
@@ -466,6 +474,10 @@ REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "no matrix": ("gptq", {}, {"scales": torch.ones(40).half()}, r"three matrices, .*scales': \[40\]"),
     "a size in words": ("gptq", {"group_size": "32"}, {}, "group_size is '32', expected -1"),
     "groups of others": ("gptq", {}, {"g_idx": torch.zeros(48).int()}, r"not of one matrix of \[96, 24\]"),
+    "another algorithm": ("mxfp8 of ModelOpt", {"quant_algo": "FP8"}, {},
+         f"quant_algo is 'FP8', expected MXFP8;{PLAIN_ONCE}"),
+    "rows of no blocks": ("mxfp8", {}, {"weight": torch.ones(3, 48).to(torch.float8_e4m3fn)}, "blocks of 32 values"),
+    "a vector": ("mxfp8", {}, {"weight": torch.ones(32).to(torch.float8_e4m3fn)}, "expected a matrix, or a stack"),
 }  # fmt: skip
 """The format, what else its config says, what lies in place of its tensors, and what the error says."""
 
