@@ -474,7 +474,7 @@ REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "no matrix": ("gptq", {}, {"scales": torch.ones(40).half()}, r"three matrices, .*scales': \[40\]"),
     "a size in words": ("gptq", {"group_size": "32"}, {}, "group_size is '32', expected -1"),
     "groups of others": ("gptq", {}, {"g_idx": torch.zeros(48).int()}, r"not of one matrix of \[96, 24\]"),
-    "another algorithm": ("mxfp8 of ModelOpt", {"quant_algo": "FP8"}, {},
+    "another algorithm": ("mxfp8 of ModelOpt", {"quant_algo": "FP8"}, {"weight_scale": torch.ones(1)},
          f"quant_algo is 'FP8', expected MXFP8;{PLAIN_ONCE}"),
     "rows of no blocks": ("mxfp8", {}, {"weight": torch.ones(3, 48).to(torch.float8_e4m3fn)}, "blocks of 32 values"),
     "a vector": ("mxfp8", {}, {"weight": torch.ones(32).to(torch.float8_e4m3fn)}, "expected a matrix, or a stack"),

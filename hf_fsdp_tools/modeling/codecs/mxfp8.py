@@ -52,10 +52,10 @@ class Mxfp8(Compressed):
         """By the rule of OCP: the exponent of a block is that of its largest value less that of E4M3's largest."""
         found: tuple[list[Tensor], list[Tensor]] = [], []
         for rows in torch.split(matrix, max(1, _SLAB_VALUES // matrix.shape[1])):
-            blocks = rows.float().unflatten(1, (-1, _BLOCK))
+            blocks = rows.float().view(len(rows), -1, _BLOCK)
             exponents = (torch.frexp(blocks.abs().amax(2)).exponent - 1 - _EXPONENT).clamp(-127, 127)
             near = torch.ldexp(blocks, -exponents.unsqueeze(2)).clamp(-_MOST, _MOST)
-            found[0].append(near.to(values.dtype).view(torch.uint8))
+            found[0].append(near.to(values.dtype).view(torch.uint8).flatten(1))
             found[1].append((exponents + 127).to(torch.uint8))
         parts = zip(found, (values, scales), strict=True)
         return [torch.cat(each).view(stored.dtype).reshape(stored.shape) for each, stored in parts]
