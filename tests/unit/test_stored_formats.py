@@ -458,6 +458,16 @@ def test_scales_that_no_quantisation_gives_are_one_error(tmp_path: Path, name: s
                 read_into([(torch.empty(stored.shape), stored, whole)], index, reader, staging_bytes=2**17)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_a_pickle_holds_transposed_are_one_error(tmp_path: Path, name: str) -> None:
+    row = FORMATS[name]
+    good = row.store(row.weight(3, 6))
+    key, values = next(iter(good.items()))
+    torch.save(good | {key: values.transpose(0, -1).contiguous().transpose(0, -1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="stored transposed; save it as safetensors"):
+        with_floats(CheckpointIndex.open(tmp_path, allow_pickle=True), row.config, [])
+
+
 PLAIN_ONCE = r".* make a plain checkpoint of it once .*model\.dequantize\(\)"
 REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "blocks of another size": ("fp8 in short blocks", {"weight_block_size": [7, 16]}, {}, "nor on blocks of 7 x 16"),
@@ -476,7 +486,7 @@ REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "groups of others": ("gptq", {}, {"g_idx": torch.zeros(48).int()}, r"not of one matrix of \[96, 24\]"),
     "another algorithm": ("mxfp8 of ModelOpt", {"quant_algo": "FP8"}, {"weight_scale": torch.ones(1)},
          f"quant_algo is 'FP8', expected MXFP8;{PLAIN_ONCE}"),
-    "rows of no blocks": ("mxfp8", {}, {"weight": torch.ones(3, 48).to(torch.float8_e4m3fn)}, "blocks of 32 values"),
+    "rows of no blocks": ("mxfp8", {}, {"weight": torch.ones(3, 48).to(torch.float8_e4m3fn)}, "whole blocks of 32"),
     "a vector": ("mxfp8", {}, {"weight": torch.ones(32).to(torch.float8_e4m3fn)}, "expected a matrix, or a stack"),
 }  # fmt: skip
 """The format, what else its config says, what lies in place of its tensors, and what the error says."""

@@ -33,8 +33,8 @@ class Mxfp8(Compressed):
     scales: torch.dtype = torch.uint8
 
     def layout(self, shape: Shape) -> PackedForm:
-        if len(shape) < 2 or shape[-1] % _BLOCK:
-            raise DoesNotFit(f"expected a matrix, or a stack of them, whose rows are blocks of {_BLOCK} values")
+        if shape[-1] % _BLOCK:
+            raise DoesNotFit(f"expected rows of whole blocks of {_BLOCK} values")
         scale = PackedPart(name="_scale", dtype=self.scales, ndim=len(shape), block=(1, _BLOCK))
         values = PackedPart(name="", dtype=torch.float8_e4m3fn, ndim=len(shape))
         return self._form(shape, values, {"scale": scale})
@@ -72,8 +72,7 @@ class Mxfp8(Compressed):
                 base.expect(scales, base.EXPONENTS)
             return None  # another format of compressed-tensors
         stored = {"packed": values, "scale": scales}
-        base.row_major(scales)
-        return Found(key=values.key, codec=cls(scales=scales.dtype), shape=base.row_major(values), stored=stored)
+        return Found(key=values.key, codec=cls(scales=scales.dtype), shape=values.shape, stored=stored)
 
     @classmethod
     def of_group(cls, kind: str, weights: Config) -> Self | None:
