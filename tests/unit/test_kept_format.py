@@ -104,7 +104,10 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(theirs: dict[str, Any]) ->
     assert bool((torch.isfinite(scale.float()) & (scale.float() > 0)).all()) and set(bits(zeros)[2]) == {0}
 
 
-@pytest.mark.parametrize("kind", ["fp8 experts", pytest.param("fp8 of 128 x 128", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind",
+    ["fp8 experts", "mxfp8 experts", "compressed mxfp8", pytest.param("fp8 of 128 x 128", marks=pytest.mark.nightly)],
+)
 def test_a_merged_base_keeps_its_format(made: Made, tmp_path: Path, kind: str) -> None:
     """What no adapter changes has the stored bytes; the rest is, for transformers, as far from the merged floats as the
     report says."""
@@ -123,7 +126,8 @@ def test_a_merged_base_keeps_its_format(made: Made, tmp_path: Path, kind: str) -
     errors = {key: float((ours[key].float() - t).norm() / t.float().norm()) for key, t in merged.items()}
     assert all(re.search(NAMES, key) and UNTOUCHED not in key for key, error in errors.items() if error)
     said = report.requantized
-    assert said and all(0 < error < 0.03 for error in said.values()) and f"{UNTOUCHED}.weight" not in said
+    most = 0.035 if "mxfp8" in kind else 0.03  # OCP's rule clamps the largest values: 2.9 % of a normal matrix
+    assert said and all(0 < error < most for error in said.values()) and f"{UNTOUCHED}.weight" not in said
     assert all(abs(errors[key] - said[key]) < 0.01 * said[key] for key in said.keys() & errors.keys())
     assert max(errors.values()) <= 1.01 * max(said.values()), "of fused experts, of which the report has each"
     floats = stored_tensors(tmp_path / "plain")
@@ -180,7 +184,10 @@ def test_the_command_says_the_errors(made: Made, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("kind", ["fp8 and fp4 experts", "compressed per channel", "mxfp4", "gptq"])
 def test_every_other_format_is_refused(made: Made, tmp_path: Path, kind: str) -> None:
     base, adapter = made(kind)
-    with pytest.raises(ConfigError, match=r"does not hold .*(proj|experts).* as fine-grained FP8.*Merge into floats"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not hold .*(proj|experts).* in a format into which an adapter can be merged.*Merge into floats",
+    ):
         kept(base, adapter, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 

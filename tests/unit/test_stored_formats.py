@@ -285,6 +285,22 @@ def check_parts(stored: Any, whole: torch.Tensor, index: Any, reader: Any, rng: 
         assert torch.equal(memory, part), (whole.dtype, box)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 of stacks"])
+def test_floats_are_quantised_by_the_rule_of_ocp(tmp_path: Path, name: str) -> None:
+    """As the checkpoints here are, by another formula; what it made it makes again of its own floats; and of zeros."""
+    row = FORMATS[name]
+    weight = row.weight(5, 6)
+    tensors = row.store(weight)
+    (found,) = opened(tmp_path, tensors, row.config).tensors.values()
+    for floats in (weight, weight.float(), row.theirs(tensors, torch.float32)):
+        again = found.form.codec.encode(floats.flatten(0, -2), *found.stored.values())
+        for part, expected in zip(again, tensors.values(), strict=True):
+            assert part.dtype == expected.dtype and part.shape == expected.shape
+            assert torch.equal(as_bytes(part), as_bytes(expected))
+    zeros = dict(zip(tensors, found.form.codec.encode(0 * weight.flatten(0, -2), *found.stored.values()), strict=True))
+    assert not row.theirs(zeros, torch.float32).any()
+
+
 class Alive(TorchDispatchMode):
     """The most bytes of tensors made in a block that are alive at a time, without those of memory that was there."""
 
