@@ -74,7 +74,7 @@ def keep_format(
 def _quantized(
     tensors: Mapping[str, Stored], written: Mapping[str, PieceTensor], name: str
 ) -> dict[str, QuantizedTensor]:
-    """Which tensors that are written anew are quantised in the files: in a format of floats alone, and of the same shape."""
+    """Which tensors that are written anew are quantised in the files: by floats alone, and of the same shape."""
     quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
     if other := [key for key, tensor in quantized.items() if not tensor.form.codec.encodes]:
         raise ConfigError(
