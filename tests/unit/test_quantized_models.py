@@ -87,7 +87,19 @@ def in_one_byte(form: PackedForm) -> PackedForm:
     return replace(form, codec=None, scales={name: alike(part) for name, part in form.scales.items()})
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8 and fp4 experts", "mxfp4", "compressed int4 experts", "gptq", "awq"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp8",
+        "fp8 and fp4 experts",
+        "mxfp4",
+        "compressed int4 experts",
+        "compressed mxfp8",
+        "mxfp8 experts",
+        "gptq",
+        "awq",
+    ],
+)
 def test_the_forms_of_a_config_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
     """In a whole model, with what joins experts; each format by itself is in test_stored_formats."""
     is_fp4 = "fp4 " in kind
