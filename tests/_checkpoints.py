@@ -299,6 +299,20 @@ def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
     return stored | {f"{key.removesuffix('weight')}input_global_scale": torch.ones(1)}
 
 
+def _mxfp8(key: str, weight: torch.Tensor) -> Tensors:
+    """8-bit floats, of which 32 in a row share an exponent, by ModelOpt's rule."""
+    grid = weight.float().unflatten(-1, (-1, 32))
+    exponents = (grid.abs().amax(-1).double() / 448).log2().ceil()
+    values = (grid / exponents.exp2().unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return {key: values.view(weight.shape), f"{key}_scale": (exponents + 127).to(torch.uint8)}
+
+
+def of_mxfp8(parts: Tensors, config: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """What ModelOpt computes of it (`MXFP8QTensor.dequantize`)."""
+    powers = torch.exp2(parts["weight_scale"].float() - 127).repeat_interleave(32, -1)
+    return (parts["weight"].float() * powers).to(dtype)
+
+
 def _zero_points(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, ...]:
     """Integers of the transposed weight, zero points and float16 scales of groups of its rows, and the groups."""
     matrix, groups = weight.float().t(), torch.arange(weight.shape[1], dtype=torch.int32) // group
@@ -340,7 +354,12 @@ def of_linear(parts: Tensors, config: dict[str, Any], dtype: torch.dtype) -> tor
 
 
 def _plain_of(stored: Tensors, config: dict[str, Any], dtype: torch.dtype) -> Tensors:
-    """The tensors of a checkpoint of GPTQ or AWQ with whole weights."""
+    """The tensors of a checkpoint of GPTQ, AWQ or ModelOpt with whole weights."""
+    if config["quant_method"] == "modelopt":
+        plain = {key: tensor for key, tensor in stored.items() if not key.endswith("_scale")}
+        for key in (key for key in plain if f"{key}_scale" in stored):
+            plain[key] = of_mxfp8({"weight": stored[key], "weight_scale": stored[f"{key}_scale"]}, config, dtype)
+        return plain
     names = ("qweight", "qzeros", "scales", "g_idx")
     plain = {key: t for key, t in stored.items() if not key.endswith(names)}
     for module in (key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")):
@@ -386,6 +405,8 @@ def _in_groups(format: str, **weights: Any) -> dict[str, Any]:
 
 
 _IN_WORDS = partial(_in_groups, "pack-quantized", type="int", strategy="group")
+_MXFP8 = _in_groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype="uint8")
+_BY_32 = {"hidden_size": 64, "intermediate_size": 96}
 
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (partial(_tied, _EVEN), _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
@@ -403,6 +424,12 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
         _even_llama,
         _nvfp4,
         _in_groups("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
+    ),
+    "compressed mxfp8": (partial(_llama, _EVEN | _BY_32), _mxfp8, _MXFP8),
+    "mxfp8 experts": (
+        partial(_mixtral, _EVEN | _BY_32),
+        _mxfp8,
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "*.gate"]},
     ),
     "gptq": (_even_llama, _gptq, _GPTQ | {"checkpoint_format": "gptq"}),
     "gptq experts": (_even_qwen3_moe, partial(_gptq, is_v2=True), _GPTQ | {"checkpoint_format": "gptq_v2"}),
@@ -461,11 +488,11 @@ def dequantized_by_transformers(
     """What transformers makes of it with `dequantize=True`, on the CPU.
 
     It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23). Scales that 5.17
-    leaves in the model beside the weights are taken away. For GPTQ and AWQ, which it does not dequantise, the plain
-    checkpoint of the weights that their libraries compute with.
+    leaves in the model beside the weights are taken away. For GPTQ, AWQ and ModelOpt, which it does not dequantise, the
+    plain checkpoint of the weights that their libraries compute with.
     """
     method = QUANTIZED[kind][2]["quant_method"]
-    if method in ("gptq", "awq"):
+    if method in ("gptq", "awq", "modelopt"):
         plain = _plain_of(stored_tensors(folder), QUANTIZED[kind][2], dtype)
         config = hf.AutoConfig.from_pretrained(folder)
         del config.quantization_config

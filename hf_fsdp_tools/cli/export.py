@@ -41,7 +41,7 @@ def add_export(commands: Any) -> None:
     add("--adapter", metavar="NAME", help="adapter to merge: a folder with adapter_config.json, or a hub name")
     add("--force", action="store_true", help="merge into another base than the one that the adapter names")
     add("--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: as they are)")
-    add("--keep-stored-format", action="store_true", help="merge into a base in fine-grained FP8, and quantise again")
+    add("--keep-stored-format", action="store_true", help="merge into a quantised base, and quantise again")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--no-heads", action="store_false", dest="carry_heads", help="leave out heads that transformers ignores (MTP)")
     add("--config", metavar="NAME", help="model's config, where it is not next to the weights")

@@ -68,9 +68,9 @@ def load_weights(
     conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP the first replica reads,
     and each shard is broadcast to the others.
 
-    Weights that are stored in fine-grained FP8 (also with 4 bits), MXFP4, GPTQ, AWQ or 8 bits of compressed-tensors are
-    dequantised while they are read, as by transformers' `dequantize=True`, a bounded number at a time; one line on
-    rank 0 says so. The model is a plain one afterwards. What has no rule per block (AQLM, HQQ, …) is refused.
+    Weights in a quantised format (docs/checkpoints.md lists them) are dequantised while they are read, as by
+    transformers' `dequantize=True`, a bounded number at a time; one line on rank 0 says so. The model is a plain one
+    afterwards. What has no rule per block (AQLM, HQQ, …) is refused.
 
     Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
     different values for them, transformers leaves them untied. A sharded model cannot be untied, so this is an error.

@@ -106,9 +106,9 @@ def export_checkpoint(
         dtype: of floating-point tensors in the files, after merging; None keeps each tensor's own.
         max_shard_size: largest weight file, in bytes or as "5GB".
         carry_heads: copy heads of the state or base that the model's class ignores, as `save_pretrained` does.
-        keep_stored_format: with `adapter`, of a base in fine-grained FP8: what the adapter changes is merged as
-            without, and quantised again as transformers does it; `report.requantized` says the error of each. All else
-            is copied byte for byte, with the quantisation config.
+        keep_stored_format: with `adapter`, of a base in a format that takes no data: what the adapter changes is
+            merged as without, and quantised again by the format's rule; `report.requantized` says the error of each.
+            All else is copied byte for byte, with the quantisation config.
         force: merge also into a base whose name ends otherwise than that which the adapter names.
         allow_pickle: read legacy `.bin` files, such as Accelerate's of FULL_STATE_DICT; no code of the file is run.
         trust_remote_code: run model code that comes with the config.

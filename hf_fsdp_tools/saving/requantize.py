@@ -1,4 +1,4 @@
-"""An adapter merged into a base in fine-grained FP8: what it changes is quantised again, the rest copied."""
+"""An adapter merged into a quantised base: what it changes is quantised again, the rest copied."""
 
 import math
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def keep_format(
     `stored` has the base's tensors as they are. No rank communicates.
 
     Raises:
-        ConfigError: nothing is quantised; what the adapter changes is stored in another format than FP8, or would have
-            another shape; the model's class saves it under other names.
+        ConfigError: nothing is quantised; what the adapter changes is stored in a format that takes data, or would
+            have another shape; the model's class saves it under other names.
     """
     match, state, saved = material.match, persistent_tensors(material.model), map_saving(material.model)
     tensors, groups = match.index.tensors, match.load_map.groups
@@ -74,13 +74,13 @@ def keep_format(
 def _quantized(
     tensors: Mapping[str, Stored], written: Mapping[str, PieceTensor], name: str
 ) -> dict[str, QuantizedTensor]:
-    """Which tensors that are written anew are quantised in the files: as FP8, and of the same shape."""
+    """Which tensors that are written anew are quantised in the files: by floats alone, and of the same shape."""
     quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
     if other := [key for key, tensor in quantized.items() if not tensor.form.codec.encodes]:
         raise ConfigError(
-            f"{name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
-            "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
-            "with the library of the format, which takes data for it."
+            f"{name!r} does not hold {listed(other)} in a format into which an adapter can be merged back. Merge into "
+            "floats, without keep_stored_format (--keep-stored-format); then quantise those with the library of the "
+            "format, which takes data for it."
         )
     if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
         raise ConfigError(
@@ -125,7 +125,7 @@ def _looks(
 
 
 class Requantizer:
-    """Quantises merged tensors to FP8, and compares what was written with them."""
+    """Quantises merged tensors again, and compares what was written with them."""
 
     def __init__(self, material: ExportSource, places: Mapping[str, Place]) -> None:
         self._tensors, self._places = material.match.index.tensors, places

@@ -134,7 +134,16 @@ def compiled(folder: Path, tmp: Path) -> None:
 def one_kernel_for_a_matrix(folder: Path, tmp: Path) -> None:
     """The function that GPUs compile gives the values of the operators, to the last bit; here a CPU compiles it."""
     by_operators = PackedForm._floats
-    for kind in ("fp8", "mxfp4", "compressed int8", "compressed int4", "compressed nvfp4", "gptq", "awq"):
+    for kind in (
+        "fp8",
+        "mxfp4",
+        "compressed int8",
+        "compressed int4",
+        "compressed nvfp4",
+        "compressed mxfp8",
+        "gptq",
+        "awq",
+    ):
         seen: dict[Any, tuple[Any, ...]] = {}
 
         def noted(form: Any, values: Any, scales: Any, dtype: Any, seen: Any = seen) -> Any:

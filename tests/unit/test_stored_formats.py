@@ -28,7 +28,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hf_fsdp_tools import CheckpointError
 from hf_fsdp_tools.loading.quantized import keep
 from hf_fsdp_tools.steps import build_meta_model
-from tests._checkpoints import QUANTIZED, Tensors, of_linear
+from tests._checkpoints import QUANTIZED, Tensors, of_linear, of_mxfp8
 from tests.api import (
     CODECS,
     Box,
@@ -73,8 +73,13 @@ def by_compressed_tensors(parts: Tensors, config: Config, dtype: torch.dtype) ->
     return compressor.decompress(dict(parts), scheme)["weight"].to(dtype)
 
 
-LIBRARIES = {"fp8": by_transformers, "mxfp4": as_gpt_oss, "compressed-tensors": by_compressed_tensors}
-"""By the methods of configs; of GPTQ and AWQ, whose libraries need a GPU, the formulas."""
+LIBRARIES = {
+    "fp8": by_transformers,
+    "mxfp4": as_gpt_oss,
+    "compressed-tensors": by_compressed_tensors,
+    "modelopt": of_mxfp8,
+}
+"""By the methods of configs; of GPTQ and AWQ, whose libraries need a GPU, and of ModelOpt, the formulas."""
 
 
 # ---- how a weight is stored ----
@@ -186,6 +191,9 @@ FORMATS: dict[str, Format] = {
     "packed int8 per row": Format(
          "compressed int4", 0.01, (1, 16), partial(packed, is_symmetric=True, group=0, bits=8), PER_ROW),
     "nvfp4": Format("compressed nvfp4", 0.25),
+    "mxfp8": Format("compressed mxfp8", 0.13, (1, 32)),
+    "mxfp8 of ModelOpt": Format("mxfp8 experts", 0.13, (1, 32)),
+    "mxfp8 of stacks": Format("mxfp8 experts", 0.13, (3, 1, 32), says=None),
     "gptq": Format("gptq", 0.09, (8, 16)),
     "gptq v2": Format("gptq experts", 0.09, (8, 16)),
     "gptq of 8 bits": Format("gptq", 0.01, (8, 16), partial(gptq, bits=8), {"bits": 8}),
@@ -275,6 +283,26 @@ def check_parts(stored: Any, whole: torch.Tensor, index: Any, reader: Any, rng: 
         read_into([(memory, symbol, box)], index, reader, staging_bytes=2**17)
         part = expected[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))]
         assert torch.equal(memory, part), (whole.dtype, box)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 of stacks"])
+def test_floats_are_quantised_by_the_rule_of_modelopt(tmp_path: Path, name: str) -> None:
+    """As the checkpoints here are, by another formula; of its own floats it makes these again; and of zeros, zeros."""
+    row = FORMATS[name]
+    weight = row.weight(5, 6)
+    tensors = row.store(weight)
+    (found,) = opened(tmp_path, tensors, row.config).tensors.values()
+
+    def encoded(floats: torch.Tensor) -> Tensors:
+        parts = found.form.codec.encode(floats.flatten(0, -2), *found.stored.values())
+        return dict(zip(tensors, parts, strict=True))
+
+    for floats in (weight, weight.float()):
+        for part, expected in zip(encoded(floats).values(), tensors.values(), strict=True):
+            assert part.dtype == expected.dtype and part.shape == expected.shape
+            assert torch.equal(as_bytes(part), as_bytes(expected))
+    for own in (row.theirs(tensors, torch.float32), torch.zeros(weight.shape)):
+        assert torch.equal(row.theirs(encoded(own), torch.float32), own)
 
 
 class Alive(TorchDispatchMode):
@@ -450,6 +478,16 @@ def test_scales_that_no_quantisation_gives_are_one_error(tmp_path: Path, name: s
                 read_into([(torch.empty(stored.shape), stored, whole)], index, reader, staging_bytes=2**17)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_a_pickle_holds_transposed_are_one_error(tmp_path: Path, name: str) -> None:
+    row = FORMATS[name]
+    good = row.store(row.weight(3, 6))
+    key, values = next(iter(good.items()))
+    torch.save(good | {key: values.transpose(0, -1).contiguous().transpose(0, -1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="stored transposed; save it as safetensors"):
+        with_floats(CheckpointIndex.open(tmp_path, allow_pickle=True), row.config, [])
+
+
 PLAIN_ONCE = r".* make a plain checkpoint of it once .*model\.dequantize\(\)"
 REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "blocks of another size": ("fp8 in short blocks", {"weight_block_size": [7, 16]}, {}, "nor on blocks of 7 x 16"),
@@ -466,6 +504,10 @@ REFUSED: dict[str, tuple[str, Config, Tensors, str]] = {
     "no matrix": ("gptq", {}, {"scales": torch.ones(40).half()}, r"three matrices, .*scales': \[40\]"),
     "a size in words": ("gptq", {"group_size": "32"}, {}, "group_size is '32', expected -1"),
     "groups of others": ("gptq", {}, {"g_idx": torch.zeros(48).int()}, r"not of one matrix of \[96, 24\]"),
+    "another algorithm": ("mxfp8 of ModelOpt", {"quant_algo": "FP8"}, {"weight_scale": torch.ones(1)},
+         f"quant_algo is 'FP8', expected MXFP8;{PLAIN_ONCE}"),
+    "rows of no blocks": ("mxfp8", {}, {"weight": torch.ones(3, 48).to(torch.float8_e4m3fn)}, "whole blocks of 32"),
+    "a vector": ("mxfp8", {}, {"weight": torch.ones(32).to(torch.float8_e4m3fn)}, "expected a matrix, or a stack"),
 }  # fmt: skip
 """The format, what else its config says, what lies in place of its tensors, and what the error says."""
 

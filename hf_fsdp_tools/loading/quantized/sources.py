@@ -22,7 +22,7 @@ _REASONS = {
     "awq": "of its formats, 4-bit integers as gemm packs them are dequantised",
     "bitnet": "its layers compute with ternary weights",
     "bitsandbytes": "8-bit layers keep a second reference to the whole weight, which FSDP2 neither shards nor frees",
-    "compressed-tensors": "of its formats, 8-bit values, packed integers of 4 or 8 bits and NVFP4 are dequantised",
+    "compressed-tensors": "of its formats, those that docs/checkpoints.md lists are dequantised",
     "fp_quant": "it rotates weights before it packs them",
     "gptq": "of its formats, gptq and gptq_v2 of 4 or 8 bits are dequantised",
     "higgs": "it stores codes of a grid, of rotated weights",

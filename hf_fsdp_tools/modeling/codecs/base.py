@@ -59,7 +59,11 @@ class Found:
     """Whether its scales lie on other blocks than the config says."""
 
     def form(self) -> PackedForm:
-        """The codec's layout of the weight, of which all that is stored must have the shape."""
+        """The codec's layout of the weight, of which all that is stored must have the shape, in the order of rows."""
+        if len(self.shape) < 2:
+            raise DoesNotFit("expected a matrix, or a stack of matrices")
+        for own in self.stored.values():
+            row_major(own)
         form = self.codec.layout(self.shape)
         looks = form.looks(self.key).values()
         for name, part, (_, shape) in zip(self.stored, form.parts("").values(), looks, strict=True):
