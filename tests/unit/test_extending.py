@@ -1,20 +1,22 @@
 """`docs/extending.md`: the code of each section runs as it stands, and does what the section says."""
 
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from hf_fsdp_tools import CheckpointError
-from tests._checkpoints import make_checkpoint, make_model
+from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained, wait_for_saves
+from tests._checkpoints import make_checkpoint, make_model, refusal
 from tests._dist import fake_ranks, run_ranks
 from tests._documents import ROOT, TEXTS, blocks
-from tests._training import train
+from tests._training import new_accelerator, train
 from tests.api import ALWAYS, CODECS, Installed, Phase, check_wrap_plan
 
 TEXT = TEXTS["docs/extending.md"]
@@ -102,6 +104,81 @@ def test_a_stored_weight_format(tmp_path: Path) -> None:
     torch.testing.assert_close(names["model"].state_dict(), expected, rtol=0, atol=0)
 
 
+def test_a_place_to_save_to(tmp_path: Path) -> None:
+    run_ranks(_save_to_ram, 1, make_checkpoint("llama", tmp_path / "in"), tmp_path)
+    run_ranks(_refused_by_ram, 2)
+
+
+class _FailsOnce(dict[str, bytes]):
+    """A place that refuses the n-th file."""
+
+    left = 0
+
+    def __setitem__(self, name: str, content: bytes) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise CheckpointError("no memory")
+        super().__setitem__(name, content)
+
+
+def _save_to_ram(source: Path, out: Path) -> None:
+    places = run_section("A place to save to")["Ram"].PLACES
+
+    def written(name: str, content: dict[str, bytes]) -> Path:
+        for file, data in content.items():
+            (out / name / file).parent.mkdir(exist_ok=True, parents=True)
+            (out / name / file).write_bytes(data)
+        return out / name
+
+    def assert_opens_as(model: torch.nn.Module, folder: Path) -> None:
+        found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
+
+    first, second = make_model("llama", seed=1), make_model("llama", seed=2)
+    second.config.rms_norm_eps = 1e-3  # so that a file next to the weights is another, too
+    save_pretrained(first, "ram:run", max_shard_size="60KB")
+    assert_opens_as(first, written("first", places["run"]))
+    former = dict(places["run"])
+    for blocking in (True, False):
+        for at in count(1):
+            places["run"] = place = _FailsOnce(former)
+            place.left = at
+            try:
+                save_pretrained(second, "ram:run", max_shard_size="100KB", blocking=blocking)
+                wait_for_saves()
+            except CheckpointError as error:
+                assert "no memory" in str(error) and place == former, at
+            else:
+                break
+        assert at > 4 and place.left > 0
+        assert_opens_as(second, written(f"second {blocking}", place))
+        assert not [name for name in place if name in former and name.endswith(".safetensors")]
+
+    adapted: Any = get_peft_model(second, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    save_pretrained(adapted, "ram:adapter")
+    opened: Any = PeftModel.from_pretrained(make_model("llama", seed=2), written("adapter", places["adapter"]))
+    torch.testing.assert_close(dict(opened.state_dict()), dict(adapted.state_dict()), rtol=0, atol=0)
+
+    accelerator: Any = new_accelerator()
+    model: Any = from_pretrained(source, accelerator=accelerator, load_kwargs={"progress": False})
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    ids = torch.randint(3, 60, (1, 9))
+    for blocking in (True, False):
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        accelerator.save_state(f"ram:{blocking}", blocking=blocking)
+        wait_for_saves()
+        optimizer.step()
+        accelerator.load_state(written(f"state {blocking}", places[str(blocking)]))
+        torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
+
+
+def _refused_by_ram() -> None:
+    run_section("A place to save to")
+    assert "is in the memory of one process" in refusal(lambda: save_pretrained(make_model("llama"), "ram:run"))
+
+
 def test_another_trainer(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "in")
     batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 131, (3, 2, 9))]
@@ -121,7 +198,7 @@ def _train(folder: Path, out: Path, batches: list[dict[str, torch.Tensor]]) -> N
 
 def test_every_section_is_run_and_every_name_is_there() -> None:
     titles = [f"def test_{title.lower().replace(' ', '_')}(" for title in SECTIONS]
-    assert len(titles) == 6 and all(title in Path(__file__).read_text() for title in titles)
+    assert len(titles) == 7 and all(title in Path(__file__).read_text() for title in titles)
     assert all("**Called**" in text and "**Keep**" in text and "**Copy**" in text for text in SECTIONS.values())
     for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT):
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no test {test}"
