@@ -80,7 +80,7 @@ def size_names(*weights: Weights, of_rows: bool = False) -> list[str]:
 
 
 def product(degrees: object, names: Iterable[str]) -> int:
-    """Of the degrees of these names, that are attributes."""
+    """The product of these degrees, which are attributes."""
     return math.prod(getattr(degrees, name) for name in names)
 
 

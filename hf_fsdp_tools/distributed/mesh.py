@@ -4,7 +4,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -82,22 +82,20 @@ class ParallelDims(OfAxes):
         others = self.num_copies * self.ranks_per_row
         dp_shard_size = self.dp_shard_size or world_size // others
         if others * dp_shard_size != world_size:
-            copies = [name for name in size_names("copy") if getattr(self, name) > 1] or ["dp_replicate_size"]
+            further = self._times({*size_names("copy"), *size_names(of_rows=True)} - {"dp_replicate_size"})
             raise MeshError(
-                f"{' x '.join(f'{name} {getattr(self, name)}' for name in copies)} x dp_shard_size "
-                f"{self.dp_shard_size or 'auto'}{self._further} does not make the {world_size} processes of this job. "
-                f"Choose degrees whose product is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{further} "
+                f"does not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
             )
         if dp_shard_size * self.ranks_per_row % self.ep_size:
             raise MeshError(
                 f"ep_size {self.ep_size} does not divide the {dp_shard_size * self.ranks_per_row} processes of a copy "
-                f"(dp_shard_size {dp_shard_size}{self._further}). Use a divisor."
+                f"(dp_shard_size {dp_shard_size}{self._times(size_names(of_rows=True))}). Use a divisor."
             )
         return replace(self, dp_shard_size=dp_shard_size)
 
-    @property
-    def _further(self) -> str:
-        return "".join(f" x {name} {size}" for name in size_names(of_rows=True) if (size := getattr(self, name)) > 1)
+    def _times(self, names: Collection[str]) -> str:
+        return "".join(f" x {name} {size}" for name, size in vars(self).items() if name in names and size > 1)
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp", "tp")` that are above 1, and

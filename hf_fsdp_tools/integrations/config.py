@@ -256,10 +256,11 @@ def _to_accelerate(config: LaunchConfig) -> dict[str, Any]:
         if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
     known = {each.name for each in fields(LaunchConfig)}
-    if unknown := [name for name in size_names() if name not in known and getattr(config, name) > 1]:
+    further = {name: getattr(config, name) for name in size_names() if name not in known}
+    if given := [f"{name}={size}" for name, size in further.items() if size > 1]:
         raise ConfigError(
-            f"{unknown[0]} {getattr(config, unknown[0])} cannot stand in a launch file: Accelerate knows no such size. "
-            "Leave it out, and give it to the model: from_pretrained(…, mesh=ParallelDims(…))."
+            f"{given[0]} cannot stand in a launch file: Accelerate knows no such size. Leave it out, and give it to "
+            f"the model: from_pretrained(…, mesh=ParallelDims({', '.join(given)}))."
         )
     names = sorted((known & {*size_names()} | {"dp_shard_size"}) - {row.field for row in YAML_KEYS.values()})
     parallelism = {f"parallelism_config_{name}": getattr(config, name) for name in names}
