@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 NAMES = {
     "accelerator": "available_bytes peak_bytes side_stream_for",
+    "axes": "AXES",
     "cli.launch": "named_config recipes",
     "cli.main": "main",
     "diagnostics.diagnosis": "Diagnosis",
@@ -18,7 +19,7 @@ NAMES = {
     "distributed.agreement": "agreed all_ranks wait_for_all_ranks",
     "distributed.cpu_backend": "timeout_of",
     "distributed.liveness": "Lookout",
-    "distributed.mesh": "Axes local_device mesh_of pinned_bytes",
+    "distributed.mesh": "Axes axes_of local_device mesh_of pinned_bytes",
     "distributed.rounds": "Rounds rounds_of_thread",
     "distributed.shards": "Box as_dtensor cut local_boxes local_tensor part_of",
     "distributed.steps": "Step at_steps",

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import size_names, with_degrees
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
     FLOAT8,
@@ -149,7 +149,7 @@ def _refuse_together(options: argparse.Namespace, template: Template | None) -> 
         refuse(options, ("force",), "is for the file of --output: name it")
     if options.model is None:
         known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
-        known |= {each.name for each in fields(LaunchConfig)}
+        known |= {each.name for each in fields(with_degrees(LaunchConfig))}
         refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.axes import AXES
+from hf_fsdp_tools.axes import AXES, with_degrees
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean, terminal_width
 
@@ -202,7 +202,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     """
     from hf_fsdp_tools import LaunchConfig
 
-    typed = {each.name: options.get(each.name) for each in fields(LaunchConfig)}
+    typed = {each.name: options.get(each.name) for each in fields(with_degrees(LaunchConfig))}
     typed = {name: value for name, value in typed.items() if value is not None and value != ()}
     changes = {**(file or {}), **typed}
     num, machines, is_elsewhere = changes.get("num_processes"), changes.get("num_machines"), bool(options.get("gpu"))
@@ -331,7 +331,7 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
-    known = {each.name for each in fields(TrainingSetup)}
+    known = {each.name for each in fields(with_degrees(TrainingSetup))}
     values = {name: value for name, value in vars(options).items() if name in known and value is not None}
     if (precision := values.get("mixed_precision")) in ("no", "fp8"):
         values["mixed_precision"] = "fp32" if precision == "no" else "bf16"

@@ -104,7 +104,7 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
     degrees |= {name: size for name in degrees if (size := getattr(options, name))}
     dims = ParallelDims(**degrees)
     of_row = dims.ranks_per_row
-    others = dims.dp_replicate_size * max(of_row, dims.ep_size)
+    others = dims.num_copies * max(of_row, dims.ep_size)
     is_sharded = max(of_row, dims.ep_size) == 1 or options.config_file is not None
     num_processes = options.num_processes or others * (2 if is_sharded and 2 * others <= _MOST_PROCESSES else 1)
     version = options.fsdp_version or 2

@@ -4,7 +4,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.axes import AXES, size_names
+from hf_fsdp_tools.axes import AXES, OfAxes, size_names
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout
 from hf_fsdp_tools.errors import MeshError, warn
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelDims:
+class ParallelDims(OfAxes):
     """The degrees of parallelism, counted in processes; their product is the world size.
 
         ParallelDims().build_mesh()                        # FSDP over all processes
@@ -68,11 +68,6 @@ class ParallelDims:
                 "Use a multiple, or 1."
             )
 
-    @property
-    def ranks_per_row(self) -> int:
-        """How many neighbouring processes have the same rows."""
-        return math.prod(getattr(self, name) for name in size_names(of_rows=True))
-
     def __str__(self) -> str:
         """The degrees above 1, as a launch file names them."""
         above = [f"{name} {size}" for name, size in vars(self).items() if size not in (1, None)]
@@ -84,27 +79,27 @@ class ParallelDims:
         Raises:
             MeshError: the degrees do not multiply to the world size.
         """
-        others = self.ranks_per_row * math.prod(getattr(self, axis.size) for axis in AXES if axis.weights == "copy")
+        others = self.num_copies * self.ranks_per_row
         dp_shard_size = self.dp_shard_size or world_size // others
         if others * dp_shard_size != world_size:
+            further = self._times({*size_names("copy"), *size_names(of_rows=True)} - {"dp_replicate_size"})
             raise MeshError(
-                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}"
-                f"{self._further} does not make the {world_size} processes of this job. Choose degrees whose product "
-                f"is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{further} "
+                f"does not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
             )
         if dp_shard_size * self.ranks_per_row % self.ep_size:
             raise MeshError(
                 f"ep_size {self.ep_size} does not divide the {dp_shard_size * self.ranks_per_row} processes of a copy "
-                f"(dp_shard_size {dp_shard_size}{self._further}). Use a divisor."
+                f"(dp_shard_size {dp_shard_size}{self._times(size_names(of_rows=True))}). Use a divisor."
             )
         return replace(self, dp_shard_size=dp_shard_size)
 
-    @property
-    def _further(self) -> str:
-        return "".join(f" x {name} {size}" for name in size_names(of_rows=True) if (size := getattr(self, name)) > 1)
+    def _times(self, names: Collection[str]) -> str:
+        return "".join(f" x {name} {size}" for name, size in vars(self).items() if name in names and size > 1)
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp", "tp")` that are above 1.
+        """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp", "tp")` that are above 1, and
+        those of other rows of `axes.AXES`, in their order.
 
         `dp_shard` is always there. With `ep_size` it is two axes, `"dp_shard_mod_ep"` and `"dp_shard_in_ep"`, of which
         the second is a part of the group that shares experts, with all of `cp` and `tp`; `tp` is there then too.
@@ -185,6 +180,8 @@ class Axes:
     """The ranks over which weights are sharded: one axis, or (replicate, shard)."""
     groups: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """The ranks of further axes, by their names in `AXES`. With "ep" there is "tp", maybe of this rank alone."""
+    copies: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The sizes of several axes of copies, which are one of `shards`."""
     expert_shards: DeviceMesh | None = None
     """The ranks over which the weights of the same experts are sharded: as `shards`, with fewer ranks."""
 
@@ -197,11 +194,14 @@ class Axes:
     @property
     def dims(self) -> ParallelDims:
         """The degrees of these axes."""
-        copies = self.shards.size(0) if self.shards.ndim > 1 else 1
         degrees = {f"{name}_size": group.size() for name, group in self.groups.items()}
         inside = math.prod(degrees.get(axis.size, 1) for axis in AXES if axis.weights == "shard")
         shards = self.shards.shape[-1] // inside
-        return ParallelDims(**{"dp_replicate_size": copies, "dp_shard_size": shards} | degrees)
+        copies = {f"{name}_size": size for name, size in self.copies.items()}
+        if self.shards.ndim > 1 and not copies:
+            named = f"{(self.shards.mesh_dim_names or ('',))[0]}_size"
+            copies = {named if named in size_names("copy") else "dp_replicate_size": self.shards.size(0)}
+        return ParallelDims(dp_shard_size=shards, **copies | degrees)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of all axes."""
@@ -240,6 +240,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     groups, has_experts = {name: mesh[name] for name in shared if name in names}, "dp_shard_in_ep" in names
     return Axes(
         shards=with_copies(part((*_SHARDS, *inside), "dp_shard_cp")),
+        copies={name: mesh[name].size() for name in copies if len(copies) > 1},
         groups=groups | ({"ep": part(("dp_shard_in_ep", *shared), "ep")} if has_experts else {}),
         expert_shards=with_copies(mesh["dp_shard_mod_ep"]) if has_experts else None,
     )

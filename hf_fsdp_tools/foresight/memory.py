@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import SHARING, size_names
 from hf_fsdp_tools.foresight.allocator import replay
 from hf_fsdp_tools.foresight.events import Alloc, Work, in_use
 from hf_fsdp_tools.foresight.forecast import Forecast, Report, Source, step_of
@@ -164,7 +164,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     """The memory of a forecast."""
     setup, step, trace = forecast.setup, forecast.step, forecast.trace
     gpu = gpu_named(setup.gpu)
-    degrees = [getattr(setup, name) for name in ("dp_shard_size", *size_names(of_copies=False))]
+    degrees = [getattr(setup, name) for name in ("dp_shard_size", *size_names(*SHARING))]
     degrees.append(setup.num_processes // setup.gpus_per_copy)
     groups = sum(size > 1 for size in (*degrees, setup.expert_shard_size * (setup.ep_size > 1)))
     outside = {"CUDA context": _CONTEXT, "NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL}
@@ -177,7 +177,7 @@ def memory_of(forecast: Forecast) -> MemoryEstimate:
     for alloc in blocks.values():
         kinds[alloc.kind] += alloc.num_bytes
     kinds["rounding"] = allocated[at] - kinds.total()
-    is_many = setup.num_processes // setup.dp_replicate_size >= _MANY_SHARDS
+    is_many = setup.num_processes // setup.num_copies >= _MANY_SHARDS
     return MemoryEstimate(
         model_class=forecast.plan.model_class,
         # of the plan where a rank has a part, of the trace where the plan counts bytes

@@ -243,9 +243,7 @@ class Search:
                 return
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
         most = (
-            base.num_processes // base.dp_replicate_size
-            if name == "ep_size"
-            else min(base.gpus_per_node, base.num_processes)
+            base.num_processes // base.num_copies if name == "ep_size" else min(base.gpus_per_node, base.num_processes)
         )
         for size in (2**power for power in range(1, most.bit_length())):
             before, degree = self.best(), {name: size}

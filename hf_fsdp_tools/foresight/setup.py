@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import SHARING, OfAxes, product, size_names, with_degrees
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
@@ -43,7 +43,7 @@ def setting_words(values: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSetup:
+class TrainingSetup(OfAxes):
     """One training as a value, for `estimate_memory`, `estimate_throughput` and `recommend_config`, which take its
     fields by name too. `dataclasses.replace` gives a changed one. Checked when it is made.
 
@@ -110,7 +110,7 @@ class TrainingSetup:
     @classmethod
     def of(cls, setup: "TrainingSetup | None" = None, /, **values: Any) -> "TrainingSetup":
         """A setup, or the default one, with other values of some fields."""
-        known = {each.name for each in fields(cls)}
+        known = {each.name for each in fields(with_degrees(cls))}
         for name in values.keys() - known:
             raise ConfigError(f"A training has no setting {name!r}{did_you_mean(name, known)}")
         return cls(**values) if setup is None else replace(setup, **values)
@@ -142,7 +142,7 @@ class TrainingSetup:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
         if self.wrapping == "none" and (self.offload_params or self.shares):
-            names = ", ".join(("offload_params", *size_names(of_copies=False)))
+            names = ", ".join(("offload_params", *size_names(*SHARING)))
             raise ConfigError(f"{names} need FSDP; leave them or wrapping='none' out.")
         if self.max_length < self.cp_size:
             raise ConfigError(
@@ -178,7 +178,7 @@ class TrainingSetup:
     @property
     def shares(self) -> bool:
         """Whether GPUs of a copy share rows, layers or experts."""
-        return any(getattr(self, name) > 1 for name in size_names(of_copies=False))
+        return any(getattr(self, name) > 1 for name in size_names(*SHARING))
 
     @property
     def is_plain(self) -> bool:
@@ -193,12 +193,12 @@ class TrainingSetup:
     @property
     def gpus_per_copy(self) -> int:
         """GPUs that share one replica."""
-        return 1 if self.wrapping == "none" else self.num_processes // self.dp_replicate_size
+        return 1 if self.wrapping == "none" else self.num_processes // self.num_copies
 
     @property
     def dp_shard_size(self) -> int:
         """GPUs over which FSDP shards a weight, those of context parallelism among them."""
-        return self.gpus_per_copy // self.tp_size
+        return self.gpus_per_copy // product(self, size_names("divide", of_rows=True))
 
     @property
     def expert_shard_size(self) -> int:
@@ -208,10 +208,10 @@ class TrainingSetup:
     @property
     def rows_at_once(self) -> int:
         """GPUs, or groups of GPUs with the same rows: each has a micro-batch of its own."""
-        return self.num_processes // self.dims.ranks_per_row
+        return self.num_processes // self.ranks_per_row
 
     @property
     def row_words(self) -> str:
         """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
-        shared = self.dims.ranks_per_row
+        shared = self.ranks_per_row
         return f"{self.num_processes} GPUs" if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"

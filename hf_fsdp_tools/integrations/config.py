@@ -7,7 +7,6 @@ accelerate 1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`Tr
 of each. Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import OfAxes, size_names, with_degrees
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.settings import (
     AutoWrapPolicy,
@@ -43,7 +42,7 @@ def _key(kind: type | tuple[str, ...] = str, **other: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(OfAxes):
     """The settings of a run. Immutable and checked; `dataclasses.replace` gives a changed copy, checked again.
 
     Raises:
@@ -125,8 +124,7 @@ class LaunchConfig:
     @property
     def dp_shard_size(self) -> int:
         """Processes that share one replica, in addition to those of context parallelism."""
-        others: int = math.prod(getattr(self, name) for name in size_names() if name != "ep_size")
-        return self.num_processes // others
+        return self.num_processes // (self.num_copies * self.ranks_per_row)
 
     @property
     def launch_variables(self) -> list[str]:
@@ -194,7 +192,7 @@ class LaunchConfig:
         """
         from hf_fsdp_tools.integrations.interpret import check_file
 
-        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(LaunchConfig)})
+        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(with_degrees(LaunchConfig))})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
@@ -257,7 +255,14 @@ def _to_accelerate(config: LaunchConfig) -> dict[str, Any]:
         value = getattr(config, row.field) if row.field else None
         if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
-    names = sorted({*size_names(), "dp_shard_size"} - {row.field for row in YAML_KEYS.values()})
+    known = {each.name for each in fields(LaunchConfig)}
+    further = {name: getattr(config, name) for name in size_names() if name not in known}
+    if given := [f"{name}={size}" for name, size in further.items() if size > 1]:
+        raise ConfigError(
+            f"{given[0]} cannot stand in a launch file: Accelerate knows no such size. Leave it out, and give it to "
+            f"the model: from_pretrained(…, mesh=ParallelDims({', '.join(given)}))."
+        )
+    names = sorted((known & {*size_names()} | {"dp_shard_size"}) - {row.field for row in YAML_KEYS.values()})
     parallelism = {f"parallelism_config_{name}": getattr(config, name) for name in names}
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -3,13 +3,12 @@
 The table of all settings is made from the fields of LaunchConfig (`config.SETTINGS`).
 """
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import product, size_names
 from hf_fsdp_tools.errors import ConfigError, warn
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -179,24 +178,34 @@ def _process_problems(config: Any) -> Iterator[Problem]:
         yield "offload_params moves weights to the CPU, where use_cpu already has them", "drop offload_params"
 
 
+def _above_one(config: Any, names: Iterable[str]) -> str:
+    return " x ".join(f"{name} {size}" for name in names if (size := getattr(config, name)) > 1)
+
+
 def _sharding_problems(config: Any) -> Iterator[Problem]:
-    processes, copies, policy = config.num_processes, config.dp_replicate_size, config.auto_wrap_policy
-    per_row = math.prod(getattr(config, name) for name in size_names(of_rows=True))
+    processes, policy, of_copies, of_rows = (
+        config.num_processes,
+        config.auto_wrap_policy,
+        size_names("copy"),
+        size_names(of_rows=True),
+    )
+    copies, per_row = product(config, of_copies), product(config, of_rows)
     if processes % copies:
-        yield f"dp_replicate_size {copies} does not divide num_processes {processes}", "use a divisor"
+        yield f"{_above_one(config, of_copies)} does not divide num_processes {processes}", "use a divisor"
     elif (processes // copies) % per_row:
-        sizes = {name: getattr(config, name) for name in size_names(of_rows=True)}
-        shared = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        yield f"{shared} does not divide the {processes // copies} processes of a copy", "use a divisor"
+        yield (
+            f"{_above_one(config, of_rows)} does not divide the {processes // copies} processes of a copy",
+            "use a divisor",
+        )
     elif config.ep_size % per_row and config.ep_size > 1:
         yield (
-            f"ep_size {config.ep_size} is no multiple of {' x '.join(size_names(of_rows=True))}",
+            f"ep_size {config.ep_size} is no multiple of {' x '.join(of_rows)}",
             "ranks with the same rows share experts too",
         )
     elif (processes // copies) % config.ep_size:
         yield f"ep_size {config.ep_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif copies == processes > 1:
-        fact = f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded"
+        fact = f"{_above_one(config, of_copies)} leaves one process per copy, so nothing is sharded"
         yield fact, f"use a smaller divisor of {processes}"
     if (names := config.transformer_layer_cls_to_wrap) and policy != "TRANSFORMER_BASED_WRAP":
         fact = f"transformer_layer_cls_to_wrap {', '.join(names)} has no effect with auto_wrap_policy {policy}"

@@ -21,7 +21,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.axes import size_names
+from hf_fsdp_tools.axes import SHARING, size_names
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
 from hf_fsdp_tools.distributed.mesh import (
     ParallelDims,
@@ -293,7 +293,7 @@ def _check_axes(config: Any, plugin: FSDPPlugin) -> ParallelDims:
         )
     try:
         dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
-        shared = [name for name in size_names(of_copies=False) if getattr(dims, name) > 1]
+        shared = [name for name in size_names(*SHARING) if getattr(dims, name) > 1]
         if shared or dims.dp_replicate_size > 1 < dist.get_world_size():
             dims = dims.resolve(dist.get_world_size())
     except MeshError as error:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from hf_fsdp_tools import FSDPPlugin, make_accelerator
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.proof.compare import TOLERANCE, Sharded, apart, load_sharded, unequal, worst
 from hf_fsdp_tools.proof.plain import Tensors, optimizer_of, schedule_of, tensors_of
@@ -40,8 +41,10 @@ def resume(run: Sharded) -> dict[str, Any]:
 
 def _begin(run: Sharded, seed: int) -> tuple[Any, ...]:
     """Accelerator, loader, optimizer and schedule of a training."""
-    sizes = dict(vars(run.case.dims.resolve(dist.get_world_size())))
-    plugin = FSDPPlugin(ep_size=sizes.pop("ep_size"))
+    dims = run.case.dims.resolve(dist.get_world_size())
+    sizes = {name: size for name in size_names(of_rows=True) if (size := getattr(dims, name)) > 1}
+    sizes |= {"dp_replicate_size": dims.num_copies, "dp_shard_size": dims.dp_shard_size}
+    plugin = FSDPPlugin(ep_size=dims.ep_size)
     accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
     model = accelerator.prepare(run.model)
     run.look()

@@ -344,7 +344,7 @@ class Fsdp2Schedule:
             writer.work("memory", 2 * numel * size, "reduce_scatter")
         self._inputs.append(buffer)
         stream: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter"
-        if (replicas := setup.dp_replicate_size) > 1:
+        if (replicas := setup.num_copies) > 1:
             stream = "all_reduce"
             writer.work("all_reduce", numel * size, stream, dtype_bytes=size, ranks=replicas, axis="replicate")
         block = output

@@ -250,7 +250,7 @@ def write_muon(writer: EventWriter, updated: Sequence[Shard | Parameter], setup:
     writer.phase = "optimizer"
     for _ in range(num_buckets):
         block = writer.take(int(4 * travelling / num_buckets) + 3 * largest, "temporaries")
-        for copies in (1, setup.dp_replicate_size) if ranks > 1 else ():
+        for copies in (1, setup.num_copies) if ranks > 1 else ():
             writer.work("all_to_all", copies * travelling / num_buckets, "all_gather", ranks=ranks, axis="all")
         writer.events.append(Work("matmul", flops / num_buckets, traffic / num_buckets, "", "optimizer"))
         writer.free(block)
