@@ -1,7 +1,7 @@
 """Packed weights by themselves: they are floats where code takes them, drawn by nobody, and each shape has a kernel."""
 
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,10 +26,12 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
     expected = weight.floats()
     assert torch.equal(torch.cat([weight, weight]), torch.cat([expected] * 2))
     # as on a GPU where nothing can be compiled
-    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: packed_weight._is_kernel_possible)
-    monkeypatch.setattr(packed_weight, "_is_kernel_possible", True)
-    monkeypatch.setattr(packed_weight, "_compiled", Mock(side_effect=RuntimeError("Failed to find C compiler.")))
-    with pytest.warns(UserWarning, match="Failed to find C compiler") as said:
+    on_gpu = {"_takes_kernel": lambda values: packed_weight._is_kernel_possible, "_is_kernel_possible": True}
+    failing = Mock(side_effect=RuntimeError("Failed to find C compiler."))
+    with (
+        patch.multiple(packed_weight, **on_gpu, _compiled=failing),
+        pytest.warns(UserWarning, match="Failed to find C compiler") as said,
+    ):
         assert torch.equal(weight.floats(), expected) and torch.equal(weight.floats(), expected)
     assert len(said) == 1
     # transformers' functions, by which Falcon-Mamba draws all weights of a mixer, leave what is loaded
@@ -40,8 +42,6 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
 def test_every_shape_of_a_model_has_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     real, parts, make_chunks = torch.compile, [], PackedForm.chunks
     monkeypatch.setattr(torch, "compile", lambda run, dynamic, options: real(run, dynamic=dynamic, backend="eager"))
-    monkeypatch.setattr(packed_weight, "_takes_kernel", lambda values: True)
-    monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", 2**9)
 
     def chunks(form: PackedForm, matrices: int, most: int) -> object:
         parts.append((form.shape, torch.compiler.is_compiling()))
@@ -55,7 +55,8 @@ def test_every_shape_of_a_model_has_a_compiled_kernel(monkeypatch: pytest.Monkey
     for number in range(1, 12):  # torch compiles one function 8 times
         form = PackedForm(shape=(8 * number, 32), **given)
         stored = torch.randint(0, 100, form.shape, dtype=torch.uint8), [torch.ones(number, 2).view(torch.uint8)]
-        floats = form.floats(*stored, torch.bfloat16)
+        with patch.multiple(packed_weight, _takes_kernel=lambda values: True, VALUES_AT_A_TIME=2**9):
+            floats = form.floats(*stored, torch.bfloat16)
         assert torch.equal(floats, stored[0].view(torch.float8_e4m3fn).to(torch.bfloat16))
     assert all(is_compiled for _, is_compiled in parts), parts
     packed_weight._compiled.cache_clear()
