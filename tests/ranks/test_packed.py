@@ -234,8 +234,8 @@ def saved_as_stored(kinds: Sequence[str], folder: Path, tmp: Path) -> None:
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         assert not any(parameter.requires_grad for parameter in model.parameters())
         save_pretrained(model, tmp / kind)
-        after, before = (  # transformers makes a bias fp32
-            {key: t for key, t in stored_tensors(where / kind).items() if "correction_bias" not in key}
+        after, before = (  # transformers makes routers fp32
+            {key: t for key, t in stored_tensors(where / kind).items() if ".mlp.gate." not in key}
             for where in (tmp, folder)
         )
         assert_same_tensors(after, before, kind)
