@@ -228,8 +228,9 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
             f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
             "Call make_accelerator() before anything else makes one."
         )
-    names = (*size_names(), "dp_shard_size")
     configs = (parallelism_config, state.parallelism_config)
+    every = (*size_names("copy"), "dp_shard_size", *size_names(*SHARING))
+    names = [name for name in every if any(hasattr(config, name) for config in configs)]  # Accelerate has some
     wanted, former = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
     if mixed_precision not in (None, state.mixed_precision):

@@ -63,7 +63,10 @@ def fetched(place: str, folder: Path) -> Path:
 
 
 def names_in(place: str) -> dict[str, tuple[int, int]]:
-    return {n: there.version for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.BELOW).items()}
+    return {
+        n: there.version
+        for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.STATE_FOLDER_PREFIXES).items()
+    }
 
 
 def a_kind_comes_back(kind: str, folders: dict[str, Path], tmp: Path) -> None:
