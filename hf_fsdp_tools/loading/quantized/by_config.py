@@ -73,10 +73,8 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _stored(model: nn.Module, codecs: Mapping[str, Codec | None]) -> Iterator[StoredTensor]:
     """Yield the tensors of the checkpoint; what is made of several parameters has the codec of either."""
     for key, tensor in map_parts(model).items():
-        codec, shape = (
-            next((c for source in tensor.sources if (c := codecs.get(source)) is not None), None),
-            tuple(tensor.shape),
-        )
+        codec = next((own for source in tensor.sources if (own := codecs.get(source)) is not None), None)
+        shape = tuple(tensor.shape)
         looks = {key: (tensor.dtype, shape)} if codec is None else codec.layout(shape).looks(key)
         for name, (dtype, stored) in looks.items():
             size = math.prod(stored) * dtype.itemsize

@@ -139,7 +139,5 @@ def quantize(
         divided = (blocks * factors[:, None, :, None]).flatten(0, 1).flatten(1)[: len(rows), :columns]
         found.append((divided.clamp(-most, most).to(values.dtype).view(torch.uint8), scale))
     packed, scale = (torch.cat(slabs) for slabs in zip(*found, strict=True))
-    stored = (
-        scale.to(torch.float8_e8m0fnu).view(scales.dtype) if scales.dtype in base.EXPONENTS else scale.to(scales.dtype)
-    )
+    stored = scale.to(torch.float8_e8m0fnu).view(scales.dtype) if is_exponent else scale.to(scales.dtype)
     return [packed.view(values.dtype).reshape(values.shape), stored.reshape(scales.shape)]
