@@ -21,7 +21,7 @@ NAMES = {
     "distributed.liveness": "Lookout",
     "distributed.mesh": "Axes axes_of local_device mesh_of pinned_bytes",
     "distributed.rounds": "Rounds rounds_of_thread",
-    "distributed.shards": "Box as_dtensor cut local_boxes local_tensor part_of",
+    "distributed.shards": "Box Held local_boxes",
     "distributed.steps": "Step at_steps",
     "doors": "FEATURES",
     "extensions.float8": "Float8Layer float8_layers",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, Report, by_severity, check_model, error
 from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -135,7 +135,7 @@ def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[st
             counts["tie", " = ".join(weight.names)] = int(not _equal(tensors))
     tensors_by_name = [*model.named_parameters(), *model.named_buffers()] if values else []
     for name, tensor in tensors_by_name:
-        local = local_tensor(tensor)
+        local = Held.of(tensor).memory
         if local.is_floating_point() and not local.is_meta:
             # Masks in buffers may be infinite on purpose.
             bad = ~local.isfinite() if isinstance(tensor, nn.Parameter) else local.isnan()
@@ -146,7 +146,7 @@ def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[st
 
 def _equal(tensors: list[torch.Tensor]) -> bool:
     """Whether this rank's parts of some tensors are equal; parts on meta or of different shapes count as equal."""
-    parts = [local_tensor(tensor) for tensor in tensors]
+    parts = [Held.of(tensor).memory for tensor in tensors]
     comparable = not any(part.is_meta for part in parts) and len({part.shape for part in parts}) == 1
     return not comparable or all(torch.equal(parts[0], part.to(parts[0])) for part in parts[1:])
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.diagnostics.live import LiveModel
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name, plain_name
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
@@ -182,7 +182,7 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
 
 
 def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
-    names = [name for name, parameter in live.parameters.items() if local_tensor(parameter.tensor).is_meta]
+    names = [name for name, parameter in live.parameters.items() if Held.of(parameter.tensor).memory.is_meta]
     buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     if len(names) == len(live.parameters):
         yield info(

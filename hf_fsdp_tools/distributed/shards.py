@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,9 +65,13 @@ class Box:
             yield Box(start=start, length=length)
 
 
+Boxes: TypeAlias = tuple[tuple[Box, tuple[int, ...]], ...]
+"""Boxes of a tensor, each with its start in memory."""
+
+
 def local_boxes(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+) -> Boxes:
     """The boxes of a global tensor that one rank holds, each with its start in the rank's local tensor.
 
     `Shard` and `Replicate` give one box, an empty shard none. FSDP over tensor parallelism (`_StridedShard`) can leave
@@ -124,17 +128,6 @@ _SLAB_BYTES = 64 * 2**20
 (assumed)"""
 
 
-@runtime_checkable
-class LocalBoxes(Protocol):
-    """A sharded tensor that knows its own local boxes and is no DTensor."""
-
-    is_first_replica: bool
-    """Whether this rank writes its shard; other ranks that hold the same elements do not."""
-
-    def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
-
-
 def refuse_ended(model: nn.Module) -> None:
     """Refuse shards whose ranks cannot meet any more: each would take itself for the only one."""
     ranks = max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
@@ -145,44 +138,175 @@ def refuse_ended(model: nn.Module) -> None:
         )
 
 
-def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """The boxes of a tensor that this rank holds, each with its start in the local tensor; none for an empty shard."""
-    if isinstance(tensor, LocalBoxes):
-        return tensor.local_boxes()
-    if not isinstance(tensor, DTensor):
-        return local_boxes(tensor.shape, (), (), ())
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()  # None: a rank outside the mesh holds nothing
-    return () if coordinate is None else local_boxes(tensor.shape, tensor.placements, mesh.shape, coordinate)
+class Held:
+    """What this rank holds of a tensor: all of a plain one. A DTensor's is a `HeldShard`, FSDP1's says its own class.
 
-
-def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """(axis, this rank's coordinate) of each mesh axis that replicates a sharded DTensor; () for a whole tensor."""
-    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
-        return ()
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    placed = zip(tensor.placements, coordinate, strict=False)
-    return tuple((axis, index) for axis, (placement, index) in enumerate(placed) if placement.is_replicate())
-
-
-def replica_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """(index, number) of this rank's replica of its part of a tensor; None where its part is left to other ranks.
-
-    Of a plain tensor, rank 0 has the only replica. A mesh cut out of a larger mesh (FSDP's, next to tensor parallelism)
-    is repeated along the axes that it lacks; only the repetition with the larger mesh's first rank counts.
+    No other code of the package asks what kind of tensor it has in order to know what of it is where.
     """
-    if isinstance(tensor, LocalBoxes):
-        return (0, 1) if tensor.is_first_replica else None
-    if not isinstance(tensor, DTensor):
+
+    mesh: DeviceMesh | None = None
+    """The ranks that hold it, if it is sharded over a mesh."""
+    is_derived: bool = True
+    """Whether its mesh says what other ranks hold; otherwise each rank alone knows its own."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Held":
+        """What this rank holds of any tensor."""
+        kind: type[Held] = getattr(tensor, "held_as", HeldShard if isinstance(tensor, DTensor) else Held)
+        return kind(tensor)
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory of it, without autograd."""
+        detached: torch.Tensor = self.tensor.detach()
+        return detached
+
+    @property
+    def device(self) -> torch.device:
+        """Where whole tensors and what travels are: the mesh's device, also where shards are offloaded."""
+        device: torch.device = self.tensor.device
+        return device
+
+    @property
+    def boxes(self) -> Boxes:
+        """The boxes of it that this rank holds, each with its start in the local tensor; none for an empty shard."""
+        return local_boxes(self.tensor.shape, (), (), ())
+
+    @property
+    def replica(self) -> tuple[int, int] | None:
+        """(index, number) of this rank's replica of its part; None where its part is left to other ranks.
+
+        Of a plain tensor, rank 0 has the only replica. A mesh cut out of a larger mesh (FSDP's, next to tensor
+        parallelism) is repeated along the axes that it lacks; only the repetition with the larger mesh's first rank
+        counts.
+        """
         return (0, 1) if not dist.is_initialized() or dist.get_rank() == 0 else None
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or not bool((tensor.device_mesh.mesh == _root_of(tensor.device_mesh).min()).any()):
-        return None
-    index, number = 0, 1
-    for placement, i, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
-        if placement.is_replicate():
-            index, number = index * ranks + i, number * ranks
-    return index, number
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank stands for its part where one rank alone must: sums, and what is sent to rank 0."""
+        replica = self.replica
+        return replica is not None and replica[0] == 0
+
+    @property
+    def replicated_axes(self) -> tuple[tuple[int, int], ...]:
+        """(axis, this rank's coordinate) of each mesh axis that replicates it; () for a whole tensor."""
+        return ()
+
+    def parts(self, region: Box | None = None) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of it, or of a region of it, each with its memory."""
+        local, parts = self.memory, []
+        for box, start in self.boxes:
+            part = box if region is None else box.intersect(region)
+            if part.numel:
+                place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
+                parts.append((part, memory_view(local, place, part.length)))
+        return parts
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Fill it with a whole tensor's values. Nothing is communicated."""
+        for box, memory in self.parts():
+            memory.copy_(whole[box.slices])
+
+    def fill_from_first(self, whole: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Fill it with this rank's part of the first rank's whole tensor.
+
+        Every rank of the mesh must call; one piece (`_SLAB_BYTES`) after another is broadcast along each of its axes.
+        """
+        if not self.tensor.numel():
+            return
+        is_first = not any(mesh.get_coordinate() or ())
+        for slab in Box.whole(self.tensor.shape).slabs(_SLAB_BYTES, self.tensor.element_size()):
+            sent = torch.empty(slab.length, dtype=self.tensor.dtype, device=mesh.device_type)
+            if is_first:
+                sent.copy_(whole.detach()[slab.slices])
+            for axis in reversed(range(mesh.ndim)):
+                dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+            for part, memory in self.parts(slab):
+                held = Box(start=tuple(b - a for a, b in zip(slab.start, part.start, strict=True)), length=part.length)
+                memory.copy_(sent[held.slices])
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor that is to be held like this one: a view, unless this rank holds several
+        ranges of one dimension. Nothing is communicated."""
+        boxes = self.boxes
+        if len(boxes) == 1:
+            return whole[boxes[0][0].slices]
+        part = whole.new_empty(self.memory.shape)
+        for box, start in boxes:
+            memory_view(part, start, box.length).copy_(whole[box.slices])
+        return part
+
+    def around(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor that is held like this one, around this rank's part of it, which keeps its device, its dtype and its
+        memory. Nothing is communicated."""
+        return part
+
+    def cut(
+        self, whole: torch.Tensor, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A whole tensor, held like this one in new memory. Nothing is communicated."""
+        part = self.part_of(whole.detach())
+        memory = torch.empty(part.shape, dtype=dtype or whole.dtype, device=device or self.tensor.device)
+        return self.around(memory.copy_(part))
+
+    def gather(self) -> torch.Tensor:
+        """The whole of it on `device`; of a plain tensor, itself. Every rank of the mesh must call."""
+        return self.memory
+
+
+class HeldShard(Held):
+    """What this rank holds of a DTensor."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        super().__init__(tensor)
+        self.mesh: DeviceMesh = tensor.device_mesh
+
+    @property
+    def memory(self) -> torch.Tensor:
+        with torch.no_grad():
+            local: torch.Tensor = self.tensor.to_local().detach()
+            return local
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
+
+    @property
+    def boxes(self) -> Boxes:
+        coordinate = self.mesh.get_coordinate()  # None: a rank outside the mesh holds nothing
+        if coordinate is None:
+            return ()
+        return local_boxes(self.tensor.shape, self.tensor.placements, self.mesh.shape, coordinate)
+
+    @property
+    def replica(self) -> tuple[int, int] | None:
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None or not bool((self.mesh.mesh == _root_of(self.mesh).min()).any()):
+            return None
+        index, number = 0, 1
+        for placement, i, ranks in zip(self.tensor.placements, coordinate, self.mesh.shape, strict=True):
+            if placement.is_replicate():
+                index, number = index * ranks + i, number * ranks
+        return index, number
+
+    @property
+    def replicated_axes(self) -> tuple[tuple[int, int], ...]:
+        placements = self.tensor.placements
+        if all(placement.is_replicate() for placement in placements):
+            return ()
+        placed = zip(placements, self.mesh.get_coordinate() or (), strict=False)
+        return tuple((axis, index) for axis, (placement, index) in enumerate(placed) if placement.is_replicate())
+
+    def around(self, part: torch.Tensor) -> DTensor:
+        return as_dtensor(part, self.mesh, self.tensor.placements, self.tensor)
+
+    def gather(self) -> torch.Tensor:
+        whole: torch.Tensor = self.tensor.detach().to(self.mesh.device_type).full_tensor()
+        return whole
 
 
 def _root_of(mesh: DeviceMesh) -> torch.Tensor:
@@ -204,58 +328,19 @@ def repetitions(mesh: DeviceMesh) -> list[torch.Tensor]:
     return found
 
 
-def is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank stands for its part of a tensor where one rank alone must: sums, and what is sent to rank 0."""
-    replica = replica_of(tensor)
-    return replica is not None and replica[0] == 0
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor, without autograd."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local.detach()
-
-
 def memory_view(local: torch.Tensor, start: Sequence[int], length: Sequence[int]) -> torch.Tensor:
     """The box of a local tensor that begins at `start`; shares its memory."""
     offset = local.storage_offset() + sum(i * s for i, s in zip(start, local.stride(), strict=True))
     return local.as_strided(tuple(length), local.stride(), offset)
 
 
-def local_parts(tensor: torch.Tensor, region: Box | None = None) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a tensor, or of a region of it: boxes, each with its memory."""
-    local, parts = local_tensor(tensor), []
-    for box, start in local_boxes_of(tensor):
-        part = box if region is None else box.intersect(region)
-        if part.numel:
-            place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
-            parts.append((part, memory_view(local, place, part.length)))
-    return parts
-
-
-def keep_part(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill what this rank holds of a tensor with a whole tensor's values. Nothing is communicated."""
-    for box, memory in local_parts(tensor):
-        memory.copy_(whole[box.slices])
-
-
-# ---- whole tensors and shards ----
-
-
-def as_dtensor(
-    part: torch.Tensor,
-    like: DTensor,
-    *,
-    mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """A DTensor around this rank's part of a tensor, which keeps its device, its dtype and its memory. Nothing is
-    communicated."""
+def as_dtensor(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensor:
+    """A DTensor of the shape of `like` around this rank's part of it, which keeps its device, its dtype and its memory.
+    Nothing is communicated."""
     spec = DTensor.from_local(
         torch.empty_like(part, device="meta"),  # which it leaves on meta
-        mesh or like.device_mesh,
-        like.placements if placements is None else placements,
+        mesh,
+        placements,
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
@@ -263,65 +348,10 @@ def as_dtensor(
     return DTensor(part.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor that is to be sharded like `like`: a view, unless this rank holds several
-    ranges of one dimension. Nothing is communicated."""
-    boxes = local_boxes_of(like)
-    if len(boxes) == 1:
-        return whole[boxes[0][0].slices]
-    part = whole.new_empty(local_tensor(like).shape)
-    for box, start in boxes:
-        memory_view(part, start, box.length).copy_(whole[box.slices])
-    return part
-
-
-def cut(
-    whole: torch.Tensor, like: DTensor, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> DTensor:
-    """A shard of a whole tensor, sharded like `like`, in new memory. Nothing is communicated."""
-    part = part_of(whole.detach(), like)
-    memory = torch.empty(part.shape, dtype=dtype or whole.dtype, device=device or like.device)
-    return as_dtensor(memory.copy_(part), like)
-
-
 def cut_whole(values: dict[str, Any], shards: Iterable[tuple[str, Any]], *, views: bool = False) -> None:
     """Put this rank's part, in new memory or as a view, in the place of each whole value that is for a shard."""
     for name, shard in ((name, shard) for name, shard in shards if isinstance(shard, DTensor)):
         whole = values.get(name)
         if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor) and whole.shape == shard.shape:
-            values[name] = as_dtensor(part_of(whole.detach(), shard), shard) if views else cut(whole, shard)
-
-
-def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, on the mesh's device, also where the shards are on the CPU; any other tensor as it
-    is. Every rank of the mesh must call."""
-    if isinstance(tensor, LocalBoxes):
-        flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        for box, start in tensor.local_boxes() if tensor.is_first_replica else ():
-            memory_view(flat.view(tensor.shape), box.start, box.length).copy_(memory_view(tensor, start, box.length))
-        dist.all_reduce(flat.view(torch.uint8))  # bytes, to which all others add zeros
-        return flat.view(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    moved: Any = tensor.detach().to(tensor.device_mesh.device_type)
-    whole: torch.Tensor = moved.full_tensor()
-    return whole
-
-
-def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Fill this rank's part of a tensor with that of the first rank's whole tensor, in place.
-
-    Every rank of the mesh must call; one piece (`_SLAB_BYTES`) after another is broadcast along each axis of the mesh.
-    """
-    if not tensor.numel():
-        return
-    is_first = not any(mesh.get_coordinate() or ())
-    for slab in Box.whole(tensor.shape).slabs(_SLAB_BYTES, tensor.element_size()):
-        sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
-        if is_first:
-            sent.copy_(whole.detach()[slab.slices])
-        for axis in reversed(range(mesh.ndim)):
-            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
-        for part, memory in local_parts(tensor, slab):
-            held = Box(start=tuple(b - a for a, b in zip(slab.start, part.start, strict=True)), length=part.length)
-            memory.copy_(sent[held.slices])
+            own = Held.of(shard)
+            values[name] = own.around(own.part_of(whole.detach())) if views else own.cut(whole)

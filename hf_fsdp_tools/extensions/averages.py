@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -78,7 +77,7 @@ class ParameterEMA:
         self._model, self._trained, self._is_applied = model, trained, False
         self._average = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]  # torch's own
         self._averages = {
-            name: local_tensor(parameter).to(device=device, dtype=dtype, copy=True)
+            name: Held.of(parameter).memory.to(device=device, dtype=dtype, copy=True)
             for name, parameter in trained.items()
         }
 
@@ -86,7 +85,7 @@ class ParameterEMA:
         """Take the parameters into the averages, once after each step of the optimizer. Nothing is communicated."""
         self._check("step")
         for name, average in self._averages.items():  # one at a time: a cast takes the memory of one shard
-            value = local_tensor(self._trained[name]).to(device=average.device, dtype=average.dtype)
+            value = Held.of(self._trained[name]).memory.to(device=average.device, dtype=average.dtype)
             self._average([average], [value], 0)
 
     def _gone(self) -> list[str]:
@@ -116,7 +115,7 @@ class ParameterEMA:
     def _exchange(self, kept: dict[str, torch.Tensor]) -> None:
         """Exchange averages and parameters; `kept` has the parameters of another dtype than their averages."""
         for name, average in self._averages.items():
-            parameter = local_tensor(self._trained[name])
+            parameter = Held.of(self._trained[name]).memory
             if name in kept:
                 parameter.copy_(kept.pop(name))
                 continue
@@ -133,10 +132,7 @@ class ParameterEMA:
         `dcp.save({"ema": ema}, checkpoint_id=folder)` and `dcp.load` take the whole object, on any number of ranks.
         """
         self._check("be saved or loaded")
-        return {
-            name: as_dtensor(average, like) if isinstance(like := self._trained[name].data, DTensor) else average
-            for name, average in self._averages.items()
-        }
+        return {name: Held.of(self._trained[name].data).around(average) for name, average in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take averages of the same names, shapes and shards.
@@ -151,7 +147,7 @@ class ParameterEMA:
                 "same parameters, or make new averages."
             )
         for name, average in self._averages.items():
-            average.copy_(local_tensor(state[name]))
+            average.copy_(Held.of(state[name]).memory)
 
     def _check(self, doing: str) -> None:
         if self._is_applied:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.sharding.replicated import clip_norm, norm_of_parts
 
 
@@ -50,4 +50,4 @@ class LastNorm:
         if self.norm is None:
             self.norm = clip_norm(parameters, self.limit, 2.0, torch.device("cpu")) if parameters else None
         else:
-            self.clip((each, local_tensor(each.grad)) for each in parameters if each not in clipped)
+            self.clip((each, Held.of(each.grad).memory) for each in parameters if each not in clipped)

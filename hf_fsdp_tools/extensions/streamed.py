@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.accelerator import find_accelerator, pinned_empty, side_stream_for
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.last_norm import LastNorm
@@ -234,7 +234,7 @@ class StreamedUnit:
                 )
             self.stepped_by = optimizer
             run, used = _step_on(optimizer, [(_now(group), [p for p in own if p in trained]) for group, own in parts])
-            clips = clipping and [partial(clipping.clip, [(p, local_tensor(p.grad)) for p in trained])]
+            clips = clipping and [partial(clipping.clip, [(p, Held.of(p.grad).memory) for p in trained])]
             self.step([*(event.synchronize for event in arrivals), *(clips or ()), run], used, trained)
 
     def step(self, calls: list[Callable[[], None]], used: Iterable[Any], trained: Iterable[Any]) -> None:
@@ -375,10 +375,10 @@ def _step_on(optimizer: Any, parts: list[tuple[dict[str, Any], list[Any]]]) -> t
     for settings, parameters in parts:
         memory = []
         for parameter in parameters:
-            local, state = local_tensor(parameter), optimizer.state[parameter]
-            local.grad = local_tensor(parameter.grad)
+            local, state = Held.of(parameter).memory, optimizer.state[parameter]
+            local.grad = Held.of(parameter.grad).memory
             used += [parameter, parameter.grad, *(value for value in state.values() if isinstance(value, DTensor))]
-            twin.state[local] = {k: local_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+            twin.state[local] = {k: Held.of(v).memory if isinstance(v, DTensor) else v for k, v in state.items()}
             memory.append(local)
         if memory:
             twin.param_groups.append({**settings, "params": memory})

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import mesh_of, ranks_per_row
-from hf_fsdp_tools.distributed.shards import cut, fill_from_first
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.muon.muon import Muon
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -80,7 +80,7 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, n
         new, state = sharded[old], optimizer.state.pop(old)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == new.shape:
-                state[key] = cut(value, new, dtype=new.dtype if value.is_floating_point() else None)
+                state[key] = Held.of(new).cut(value, dtype=new.dtype if value.is_floating_point() else None)
         optimizer.state[new] = state
     if isinstance(optimizer, Muon):
         optimizer.hand_over(sharded)
@@ -126,7 +126,7 @@ def send_weights(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         allocate(model, device=sharding.device)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
-        fill_from_first(tensors[name], value, sharding.mesh)
+        Held.of(tensors[name]).fill_from_first(value, sharding.mesh)
 
 
 def digest_of_shards(model: nn.Module) -> str:

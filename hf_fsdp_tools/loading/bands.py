@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_tools.distributed.shards import Box, local_boxes, local_tensor
+from hf_fsdp_tools.distributed.shards import Box, Held, local_boxes
 from hf_fsdp_tools.loading.io.transfer import Place
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 
@@ -61,7 +61,7 @@ def band_of(tensor: torch.Tensor, stored: PieceTensor, itemsize: float) -> Band 
     on every rank."""
     if stored.pieces is None or not isinstance(tensor, DTensor):
         return None
-    mesh, shape, local = tensor.device_mesh, tensor.shape, local_tensor(tensor)
+    mesh, shape, local = tensor.device_mesh, tensor.shape, Held.of(tensor).memory
     splits = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     placement = tensor.placements[splits[0]] if len(splits) == 1 else None
     if type(placement) is not Shard or local.device.type != mesh.device_type or not local.is_contiguous():

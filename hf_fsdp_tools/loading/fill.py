@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import keep_part, local_boxes_of, local_parts, local_tensor, replicated_axes
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
@@ -75,7 +75,7 @@ def fill_shards(
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
             others = computed.shares(state, index)
-            shards = [local_tensor(tensor) for tensor in state.values()]
+            shards = [Held.of(tensor).memory for tensor in state.values()]
             side = side_stream_for([*shards, torch.empty(0, device=others.device)])
             if side is not None:
                 stack.callback(side.release)
@@ -115,10 +115,10 @@ def _share_of(
     received: list[str] = []
     num_bytes = 0
     for key, tensor in loaded.items():
-        parts = local_parts(state[key])
+        parts = Held.of(state[key]).parts()
         stored_size = index.stored_bytes(min(tensor.sources)) if tensor.sources else 0
         num_bytes += round(sum(box.numel for box, _ in parts) * stored_size)
-        axes = replicated_axes(state[key])
+        axes = Held.of(state[key]).replicated_axes
         if axes:
             received.append(key)
         is_read = not any(coordinate for _, coordinate in axes)  # else by another replica
@@ -168,7 +168,7 @@ def _convert_whole(
         stats += cost
         for key, result in results.items():
             if key in loaded and loaded[key].pieces is None:
-                keep_part(state[key], result)
+                Held.of(state[key]).fill(result)
     return stats
 
 
@@ -177,11 +177,11 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
     for key in keys:
         tensor = state[key]
         assert isinstance(tensor, DTensor)
-        local = local_tensor(tensor)
+        local = Held.of(tensor).memory
         # A CPU-offloaded shard of a mesh of GPUs travels between GPUs.
         sent = local.to(tensor.device_mesh.device_type).contiguous()
         if sent.numel():
-            for axis, _ in replicated_axes(tensor):
+            for axis, _ in Held.of(tensor).replicated_axes:
                 dist.broadcast(sent, group=tensor.device_mesh.get_group(axis), group_src=0)
             if sent is not local:
                 local.copy_(sent)
@@ -226,7 +226,7 @@ def check_values(match: Match, *, staging_bytes: int) -> TransferStats:
             first, second = match.loaded[name], match.load_map.tensors[other]
             if first.pieces is None or second.pieces is None:
                 continue  # what a conversion computes has no bytes in the file to compare
-            for box, _ in local_boxes_of(match.state[name]):
+            for box, _ in Held.of(match.state[name]).boxes:
                 for slab in box.slabs(staging_bytes // 4, first.dtype.itemsize):
                     values = torch.zeros(2, *slab.length, dtype=first.dtype)  # rows of added tokens stay 0
                     places = [(value, tensor, slab) for tensor, value in zip((first, second), values, strict=True)]

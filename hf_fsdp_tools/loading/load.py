@@ -24,7 +24,7 @@ from hf_fsdp_tools.distributed.agreement import (
     rank_and_size,
     same_on_all_ranks,
 )
-from hf_fsdp_tools.distributed.shards import local_parts, local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
@@ -270,7 +270,7 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
                 store[name] = tensor
             elif tensor.is_floating_point() or tensor in held:
                 nan = float("nan") if tensor.is_floating_point() else 255  # the bits of a NaN, of scales of any format
-                for _, memory in local_parts(tensor):
+                for _, memory in Held.of(tensor).parts():
                     memory.fill_(nan)
         renew(model)
         raise
@@ -279,6 +279,6 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
 def _free(tensor: torch.Tensor | None) -> None:
     """Free a tensor's memory now: FSDP2 keeps a reference to each shard until it gets the next one."""
     if tensor is not None and not tensor.is_meta:
-        storage = local_tensor(tensor).untyped_storage()
+        storage = Held.of(tensor).memory.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
 from hf_fsdp_tools.distributed.cpu_backend import all_reduced
-from hf_fsdp_tools.distributed.shards import Box, gather_on_device, is_first_replica, local_parts, local_tensor
+from hf_fsdp_tools.distributed.shards import Box, Held
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.modeling.configs import text_config
@@ -128,15 +128,15 @@ def _refuse_uneven(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
     """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
-    gathered = gather_on_device(old)
+    gathered = Held.of(old).gather()
     if not isinstance(old, nn.Parameter):
         swap(model, {old: gathered.new_zeros(shape)})
     elif isinstance(old, DTensor):
         replace_parameter(model, key, old, shape)
-        allocate(model, device=local_tensor(old).device)
+        allocate(model, device=Held.of(old).memory.device)
     else:
         swap(model, {old: with_data(old, gathered.new_empty(shape))})
-    for kept, memory in local_parts(persistent_tensors(model)[key], Box.whole(old.shape)):
+    for kept, memory in Held.of(persistent_tensors(model)[key]).parts(Box.whole(old.shape)):
         memory.copy_(gathered[kept.slices])
 
 
@@ -228,7 +228,7 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
             )
         values[key] = mean.to(state[key].dtype).expand(added[key].length)
     for key, new in added.items():
-        for part, memory in local_parts(state[key], new):
+        for part, memory in Held.of(state[key]).parts(new):
             first = (p - n for p, n in zip(part.start, new.start, strict=True))
             memory.copy_(values[key][Box(start=tuple(first), length=part.length).slices])
 
@@ -238,7 +238,7 @@ def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:
     dim = added.start.index(max(added.start))
     old = Box.whole([added.start[d] if d == dim else n for d, n in enumerate(tensor.shape)])
     total = torch.zeros([1 if d == dim else n for d, n in enumerate(tensor.shape)], dtype=torch.float64)
-    for part, memory in local_parts(tensor, old) if is_first_replica(tensor) else ():
+    for part, memory in Held.of(tensor).parts(old) if Held.of(tensor).is_first else ():
         place = tuple(slice(None) if d == dim else s for d, s in enumerate(part.slices))
         for rows in torch.split(memory, max(1, _SLAB_ELEMENTS * memory.shape[dim] // memory.numel()), dim):
             total[place] += rows.double().sum(dim, keepdim=True).cpu()

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from hf_fsdp_tools.distributed.shards import keep_part
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 
@@ -43,7 +43,7 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
                 untouched += [_fqn(name, key) for key in wanted if key not in made]
                 for key, tensor in wanted.items():
                     if key in made:
-                        keep_part(tensor, made[key])
+                        Held.of(tensor).fill(made[key])
                     tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
     if untouched:
         raise CheckpointError(

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, part_of
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.extensions.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -211,7 +211,7 @@ def _gradients(model: nn.Module) -> Tensors:
 
 def _rounded(gradients: Tensors) -> dict[str, Found]:
     """A problem where the mean over ranks has no more bits than bf16 has, which a mean in fp32 of many values has."""
-    values = [local_tensor(gradient).float() for gradient in gradients.values()]
+    values = [Held.of(gradient).memory.float() for gradient in gradients.values()]
     is_rounded = bool(values) and all(torch.equal(each, each.bfloat16().float()) for each in values)
     return {"reduction": (math.inf, "reduced in bf16, not in fp32")} if is_rounded else {}
 
@@ -234,9 +234,9 @@ def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank holds of a sharded one; without communication."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
-    if not local_boxes_of(like):
-        return whole.flatten()[:0].reshape(local_tensor(like).shape)
-    return part_of(whole, like)
+    if not Held.of(like).boxes:
+        return whole.flatten()[:0].reshape(Held.of(like).memory.shape)
+    return Held.of(like).part_of(whole)
 
 
 def unequal(found: Tensors, expected: Tensors) -> str:
@@ -251,7 +251,7 @@ def _same(found: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a tensor, or this rank's shard of it, equals the whole one bit for bit."""
     if found.dtype != whole.dtype or found.shape != whole.shape:
         return False
-    a, b = local_tensor(found), held_part(whole, found)
+    a, b = Held.of(found).memory, held_part(whole, found)
     return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
@@ -295,7 +295,7 @@ def apart(
 
 def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     """The largest difference of a tensor, or of this rank's shard, relative to the largest value of the whole one."""
-    a, b = local_tensor(found), held_part(whole, found)
+    a, b = Held.of(found).memory, held_part(whole, found)
     if not b.numel():
         return 0.0
     if not torch.equal(a.isnan(), b.isnan()):

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from hf_fsdp_tools import FSDPPlugin, make_accelerator
 from hf_fsdp_tools.axes import size_names
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.proof.compare import TOLERANCE, Sharded, apart, load_sharded, unequal, worst
 from hf_fsdp_tools.proof.plain import Tensors, optimizer_of, schedule_of, tensors_of
 
@@ -75,6 +75,6 @@ def _state(run: Sharded, rows: Iterable[Any], optimizer: Any, schedule: Any) -> 
         "rows": {"rows": [int(row) for row in rows]},
     }
     return {
-        check: {name: local_tensor(torch.as_tensor(value)).detach().clone() for name, value in each.items()}
+        check: {name: Held.of(torch.as_tensor(value)).memory.detach().clone() for name, value in each.items()}
         for check, each in values.items()
     }

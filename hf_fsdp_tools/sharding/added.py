@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.packed import trains_in_fp32
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
@@ -170,7 +170,7 @@ def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.
     outside = [parameter for parameter in outside if parameter not in replaced]
     _bring_to_device(model, base, torch.device(sharding.mesh.device_type))
     for parameter in outside:
-        fill_from_first(parameter, parameter, sharding.mesh)
+        Held.of(parameter).fill_from_first(parameter, sharding.mesh)
     average_gradients(outside, sharding.mesh.get_all_groups())
     return replaced
 
@@ -190,7 +190,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     for module in base.modules():  # PEFT makes some buffers of an embedding's shard, which FSDP2 refuses
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DTensor):
-                module._buffers[name] = gather_on_device(buffer)
+                module._buffers[name] = Held.of(buffer).gather()
     kept = {base.get_parameter(name) for name in plan.replicated}
     added = set(base.parameters()) - kept - managed
 
@@ -224,13 +224,13 @@ def _shard_of(old: nn.Parameter, like: nn.Parameter, device: torch.device) -> nn
     shard, value = like.data, old.data
     assert isinstance(shard, DTensor)
     if not isinstance(value, DTensor):
-        memory = torch.empty(local_tensor(shard).shape, dtype=like.dtype, device=device)
-        made = as_dtensor(memory, shard)
-        fill_from_first(made, value, shard.device_mesh)
+        memory = torch.empty(Held.of(shard).memory.shape, dtype=like.dtype, device=device)
+        made = Held.of(shard).around(memory)
+        Held.of(made).fill_from_first(value, shard.device_mesh)
     elif value.device_mesh != shard.device_mesh or value.placements != shard.placements:
-        made = cut(gather_on_device(value), shard, device=device, dtype=like.dtype)
+        made = Held.of(shard).cut(Held.of(value).gather(), device=device, dtype=like.dtype)
     else:
-        made = value.detach().to(device=device, dtype=like.dtype)  # type: ignore[assignment]  # a DTensor
+        made = value.detach().to(device=device, dtype=like.dtype)
     new = nn.Parameter(made, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 
@@ -50,9 +50,9 @@ def with_storage(
     """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard."""
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
-        shape = local_tensor(tensor).shape
+        shape = Held.of(tensor).memory.shape
         local = memory(device, dtype) if memory else torch.empty(shape, dtype=dtype, device=device)
-        data: torch.Tensor = as_dtensor(local, tensor)
+        data = Held.of(tensor).around(local)
     else:
         data = torch.empty_like(tensor, dtype=dtype, device=device)
     return with_data(tensor, data) if isinstance(tensor, nn.Parameter) else data

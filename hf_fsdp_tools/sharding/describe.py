@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import floats_held
 from hf_fsdp_tools.sharding.shard import features_of
@@ -50,7 +50,7 @@ def describe_sharding(model: nn.Module) -> str:
         dtypes = " and ".join(sorted({held[p][1] for p in group}))
         share = sum(held[p][0] for p in group) / sum(count for count, _ in held.values())
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
-        num_bytes = sum(local_tensor(p).nbytes for p in group)
+        num_bytes = sum(Held.of(p).memory.nbytes for p in group)
         lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")
     split = grouped(
         (getattr(parameter.placements[-1], "dim", 0), name)

@@ -26,7 +26,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_tools.accelerator import pinned_empty
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class, replaced
 from hf_fsdp_tools.modeling.notes import install_style
@@ -403,7 +403,7 @@ class _OffloadedGroup(_Group):
         for entry, total in sums.items():
             gradient, entry.sharded_param.grad = entry.sharded_param.grad, total
             if gradient is not None:
-                parts.append((local_tensor(total), local_tensor(gradient), entry.grad_offload_event))
+                parts.append((Held.of(total).memory, Held.of(gradient).memory, entry.grad_offload_event))
                 entry.grad_offload_event = None
         if parts:
             self.unit.add(parts)
@@ -660,7 +660,7 @@ def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: tor
     size, dim = entry.padded_sharded_param_size, entry.fsdp_placement.dim
     is_pinned = entry.pin_memory and device.type == "cpu"
     memory = pinned_empty(size, dtype) if is_pinned else torch.empty(size, dtype=dtype, device=device)
-    length = local_tensor(shard).shape[dim] if local_tensor(shard).numel() else 0
+    length = Held.of(shard).memory.shape[dim] if Held.of(shard).memory.numel() else 0
     memory.narrow(dim, length, size[dim] - length).zero_()
     entry._sharded_param_data = memory.view(-1)
     return memory.narrow(dim, 0, length)

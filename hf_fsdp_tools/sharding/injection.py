@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, cut_whole, local_tensor
+from hf_fsdp_tools.distributed.shards import Held, as_dtensor, cut_whole
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import replaced, swap
 from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, with_added
@@ -210,7 +210,7 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
     for parameter in shards:
         shard = parameter.detach()
         assert isinstance(shard, DTensor)
-        view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
+        view = as_dtensor(Held.of(shard).memory, axis, shard.placements[-1:], shard)
         views[parameter] = with_data(parameter, view)
         # one axis cannot say how a divided layer's shards lie: what PEFT copies (`modules_to_save`) is the shard itself
         views[parameter].__deepcopy__ = partial(deepcopy, parameter)  # type: ignore[method-assign]

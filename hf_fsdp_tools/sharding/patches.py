@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.shards import Box, as_dtensor, local_boxes_of, local_tensor, memory_view, part_of
+from hf_fsdp_tools.distributed.shards import Box, Held, HeldShard, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype, reshard_units
 from hf_fsdp_tools.sharding.injection import cut_values, guarded, names_as_saved
@@ -86,19 +86,20 @@ def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
 def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
     tensor, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].to_local().device)
     operator(whole, *args[1:], **kwargs)
-    local_tensor(tensor).copy_(part_of(whole, tensor))
+    Held.of(tensor).memory.copy_(Held.of(tensor).part_of(whole))
     return _as_first_replica(tensor)
 
 
 def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    return _as_first_replica(as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor))
+    own = HeldShard(tensor)
+    return _as_first_replica(own.around(own.part_of(operator(empty, *args[1:], **kwargs)).contiguous()))
 
 
 def _as_first_replica(drawn: DTensor) -> DTensor:
     """Let replicas, whose ranks may have their own seeds, have what the first one drew; all of them must draw."""
-    own = local_tensor(drawn)
+    own = Held.of(drawn).memory
     for axis, at in enumerate(drawn.placements):
         if at.is_replicate() and drawn.device_mesh.size(axis) > 1 and own.numel() and not own.is_meta:
             dist.broadcast(own, group=drawn.device_mesh.get_group(axis), group_src=0)
@@ -108,7 +109,7 @@ def _as_first_replica(drawn: DTensor) -> DTensor:
 def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
     written: Any = args[0] if operator._schema.is_mutable and args else None
     base = written._base if isinstance(written, DTensor) else None
-    if isinstance(base, DTensor) and len({local_tensor(t).untyped_storage()._cdata for t in (written, base)}) > 1:
+    if isinstance(base, DTensor) and len({Held.of(t).memory.untyped_storage()._cdata for t in (written, base)}) > 1:
         raise ConfigError(
             f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
             f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
@@ -195,7 +196,7 @@ def let_dcp_see_boxes() -> None:
     former = {name: getattr(DTensor, name) for name in names}
 
     def write_items(tensor: DTensor, fqn: str, value: Any) -> Any:
-        if len(boxes := local_boxes_of(tensor)) < 2:
+        if len(boxes := Held.of(tensor).boxes) < 2:
             return former["__create_write_items__"](tensor, fqn, value)
         properties = dcp.TensorProperties.create_from_tensor(tensor.to_local())
         chunks = [_chunk(box) for box, _ in boxes]
@@ -209,14 +210,14 @@ def let_dcp_see_boxes() -> None:
         ]
 
     def chunk_list(tensor: DTensor) -> Any:
-        boxes = local_boxes_of(tensor)
+        boxes = Held.of(tensor).boxes
         return former["__create_chunk_list__"](tensor) if len(boxes) < 2 else [_chunk(box) for box, _ in boxes]
 
     def shard(tensor: DTensor, index: dcp.MetadataIndex) -> Any:
-        if len(boxes := local_boxes_of(tensor)) < 2:
+        if len(boxes := Held.of(tensor).boxes) < 2:
             return former["__get_tensor_shard__"](tensor, index)
         box, start = next(each for each in boxes if each[0].start == tuple(index.offset or ()))
-        return memory_view(local_tensor(tensor), start, box.length)
+        return memory_view(Held.of(tensor).memory, start, box.length)
 
     for name, own in zip(names, (write_items, chunk_list, shard), strict=True):
         setattr(DTensor, name, own)

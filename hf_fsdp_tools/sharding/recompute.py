@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.agreement import refuse_too_large
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
@@ -207,7 +207,7 @@ def _contexts(operators: frozenset[Any]) -> tuple[_Choosing, _Choosing]:
 
 def _memories(values: Any) -> set[int]:
     tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
-    return {local_tensor(each).untyped_storage()._cdata for each in tensors}
+    return {Held.of(each).memory.untyped_storage()._cdata for each in tensors}
 
 
 # ---- inputs of blocks on the host ----

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 
 IGNORED = -100
@@ -62,7 +62,7 @@ def differing_weights(model: nn.Module, mesh: DeviceMesh | None) -> list[str]:
         return []
     ranks = set(mesh.mesh.flatten().tolist())
     whole = {
-        name: local_tensor(parameter.detach()).flatten()
+        name: Held.of(parameter.detach()).memory.flatten()
         for name, parameter in model.named_parameters()
         if not isinstance(parameter, DTensor) or len(ranks & {*parameter.device_mesh.mesh.flatten().tolist()}) == 1
     }

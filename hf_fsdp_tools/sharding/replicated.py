@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, replicated_axes
+from hf_fsdp_tools.distributed.shards import Held, as_dtensor
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.text import grouped
 
@@ -56,7 +56,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _replicated(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor of the same memory. `DTensor.from_local` would move a norm of offloaded gradients to the mesh."""
     local = _plain(gradient)
-    return as_dtensor(local, local, mesh=mesh, placements=(Replicate(),) * mesh.ndim)  # type: ignore[arg-type]
+    return as_dtensor(local, mesh, (Replicate(),) * mesh.ndim, local)
 
 
 # ---- gradients ----
@@ -220,8 +220,8 @@ def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
         norm = nn.utils.get_total_norm(gradients, order)
         return norm.full_tensor() if isinstance(norm, DTensor) else _plain(norm)
     # Cut along several axes: torch would reduce one after the other too, of each gradient, and warn.
-    own = [local_tensor(each) for each in gradients if not any(index for _, index in replicated_axes(each))]
-    total = nn.utils.get_total_norm(own, order) if own else local_tensor(first).new_zeros(())
+    own = [Held.of(each).memory for each in gradients if not any(index for _, index in Held.of(each).replicated_axes)]
+    total = nn.utils.get_total_norm(own, order) if own else Held.of(first).memory.new_zeros(())
     return _over_mesh(total, first.device_mesh, order)
 
 
@@ -229,7 +229,7 @@ def norm_of_parts(parts: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The norm of gradients, given that of the part which this rank holds of each parameter's. Every rank must call."""
     totals = []
     for kind in by_kind(parts):
-        own = [parts[each] for each in kind if not any(index for _, index in replicated_axes(each))]
+        own = [parts[each] for each in kind if not any(index for _, index in Held.of(each).replicated_axes)]
         total = torch.linalg.vector_norm(torch.stack(own)) if own else parts[kind[0]].new_zeros(())
         first = kind[0]
         totals.append(_over_mesh(total, first.device_mesh, 2.0) if isinstance(first, DTensor) else total)

@@ -7,17 +7,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
-from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, local_parts, memory_view
+from hf_fsdp_tools.distributed.shards import Box, Held, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.routes import APART_BYTES, EVERY, Arrival, Bucket, Holders, Spread, holders_of
 from hf_fsdp_tools.text import first_line
 
-Held = Mapping[str, Sequence[Part]]
+HeldParts = Mapping[str, Sequence[Part]]
 """This rank's parts of tensors, by name; all that it holds, whoever else holds it too."""
 
 _SETTLE = timedelta(seconds=10)
@@ -29,7 +28,7 @@ class Exchange:
     (`APART_BYTES`), which travel by themselves."""
 
     def __init__(
-        self, arrivals: Iterable[Arrival], held: Held, device: torch.device, *, rank: int | None = None
+        self, arrivals: Iterable[Arrival], held: HeldParts, device: torch.device, *, rank: int | None = None
     ) -> None:
         """Begin to send and to receive; nothing is waited for. Every rank must call, in the same order of buckets, with
         what it gets or sends anything of, and its own parts of that."""
@@ -98,7 +97,7 @@ def connect(device: torch.device) -> None:
 
 def holders_among(tensors: Mapping[str, torch.Tensor]) -> dict[str, Holders]:
     """Which ranks hold what of model tensors. Every rank must call: some tensors alone know their own boxes."""
-    own = {key: [box for box, _ in local_boxes_of(t)] for key, t in tensors.items() if isinstance(t, LocalBoxes)}
+    own = {key: [box for box, _ in Held.of(t).boxes] for key, t in tensors.items() if not Held.of(t).is_derived}
     every = all_ranks(own, "planning what is sent") if own else []
     return holders_of(tensors, rank_and_size()[1], {key: [each[key] for each in every] for key in own})
 
@@ -110,11 +109,10 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     holds more than its shard and one such part: between CPUs, by gloo as a rule; in a group that has no backend for
     them (`has_cpu_backend`), between devices.
     """
-    device = torch.device("cpu")
-    if dist.is_initialized() and not has_cpu_backend() and isinstance(tensor, DTensor):
-        device = torch.device(tensor.device_mesh.device_type)
+    own = Held.of(tensor)
+    device = own.device if own.mesh and dist.is_initialized() and not has_cpu_backend() else torch.device("cpu")
     whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank_and_size()[0] == 0 else None
-    held = [Part(name="", box=box, data=memory, dtype=tensor.dtype) for box, memory in local_parts(tensor)]
+    held = [Part(name="", box=box, data=memory, dtype=tensor.dtype) for box, memory in own.parts()]
     holders = Spread(holders_among({"": tensor})[""])
     for slab in Box.whole(tensor.shape).slabs(staging_bytes, tensor.element_size()):
         arrived = Exchange([Arrival(0, "", "", slab, tensor.dtype, holders)], {"": held}, device).finish()
@@ -125,7 +123,7 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
 
 def deliver(
     buckets: Sequence[Bucket],
-    held: Iterator[Held],
+    held: Iterator[HeldParts],
     device: torch.device,
     bucket_bytes: int,
     failed: Callable[[], Exception | None] = lambda: None,

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view, replica_of
+from hf_fsdp_tools.distributed.shards import Box, Held
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, views_of_piece
 
 _MIN_PART_BYTES = 2**20
@@ -53,17 +53,17 @@ def parts_of(
     """Yield the name of each tensor that is not computed, and this rank's parts of it.
 
     `state` has the model tensors that they are made of. A shard that other ranks hold too is left to the first mesh
-    (`replica_of`), and belongs to each of its replicas (`shares`); with `every_replica`, to whoever has it. No rank
+    (`Held.replica`), and belongs to each of its replicas (`shares`); with `every_replica`, to whoever has it. No rank
     communicates, and nothing is copied, unless a rank holds several ranges of one dimension.
     """
 
     @cache  # hundreds of experts are saved from one tensor
     def held_of(source: str) -> list[tuple[Box, torch.Tensor, tuple[int, int]]]:
-        replica = (0, 1) if every_replica else replica_of(state[source])
+        own = Held.of(state[source])
+        replica = (0, 1) if every_replica else own.replica
         if replica is None:
             return []
-        local, boxes = local_tensor(state[source]), local_boxes_of(state[source])
-        return [(box, memory_view(local, start, box.length).contiguous(), replica) for box, start in boxes]
+        return [(box, memory.contiguous(), replica) for box, memory in own.parts()]
 
     def cut(tensor: SavedTensor, name: str) -> Iterator[Part]:
         for piece in tensor.symbol.pieces or ():

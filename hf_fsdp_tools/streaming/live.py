@@ -7,17 +7,16 @@ from functools import cache
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import Box, refuse_ended
+from hf_fsdp_tools.distributed.shards import Box, Held, refuse_ended
 from hf_fsdp_tools.doors import load_extension
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.streaming.exchange import Held, deliver, holders_among
+from hf_fsdp_tools.streaming.exchange import HeldParts, deliver, holders_among
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import Merging, with_merged
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
@@ -194,7 +193,7 @@ class LiveWeights:
         for arrived in deliver(buckets, self.held(buckets), on, bucket_bytes, failed):
             yield {name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()}
 
-    def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
+    def held(self, buckets: Sequence[Bucket]) -> Iterator[HeldParts]:
         """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
         steps = [list(dict.fromkeys(arrival.name for arrival in bucket.arrivals)) for bucket in buckets]
         for names, state in zip(steps, self._states(steps), strict=True):
@@ -210,8 +209,7 @@ class LiveWeights:
     def device(self) -> torch.device:
         """Where buckets arrive: that of the model's mesh."""
         tensors = [self._standing_for.get(id(t), t) for t in persistent_tensors(self._model).values()]
-        sharded = next((t for t in tensors if isinstance(t, DTensor)), None)
-        return torch.device(sharded.device_mesh.device_type) if sharded is not None else tensors[0].device
+        return next((own.device for own in map(Held.of, tensors) if own.mesh), tensors[0].device)
 
     # ---- values ----
 

@@ -6,10 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.shards import LocalBoxes, cut, gather_on_device
+from hf_fsdp_tools.distributed.shards import Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import require_floats
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, copy_tree, is_wrapper
@@ -64,11 +63,9 @@ class Merging:
 
         Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
         """
-        twins = whole_copies(group, lambda p: gather_on_device(p).clone())
+        twins = whole_copies(group, lambda p: Held.of(p).gather().clone())
         merged = merge(twins, self._adapted).items()
-        shards = {old: cut(whole, old.data) if isinstance(old.data, DTensor) else whole for old, whole in merged}
-        shards |= {old: old.detach().clone().copy_(whole) for old, whole in merged if isinstance(old, LocalBoxes)}
-        return {old: nn.Parameter(shard, requires_grad=False) for old, shard in shards.items()}
+        return {old: nn.Parameter(Held.of(old).cut(whole), requires_grad=False) for old, whole in merged}
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:

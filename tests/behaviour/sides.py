@@ -45,7 +45,7 @@ from tests._checkpoints import (
     tiny_config,
 )
 from tests._training import new_accelerator
-from tests.api import local_tensor, part_of, steps_in_backward, telling
+from tests.api import Held, steps_in_backward, telling
 
 Tensors = dict[str, torch.Tensor]
 Act = tuple[str, ...]
@@ -445,7 +445,7 @@ def this_rank_of(have: torch.Tensor, want: torch.Tensor) -> tuple[torch.Tensor, 
         return have.cpu(), want
     if any(placement.is_partial() for placement in have.placements):
         return full(have), want
-    return local_tensor(have).cpu(), part_of(want, have)
+    return Held.of(have).memory.cpu(), Held.of(have).part_of(want)
 
 
 def of_all_rows(side: Sharded, value: torch.Tensor) -> torch.Tensor:
@@ -468,7 +468,7 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
             continue
         have, want = found.get((what, name)), expected.get((what, name))
         if have is None or want is None:  # no gradient is as good as one of zeros
-            there = local_tensor(have if want is None else want)
+            there = Held.of(have if want is None else want).memory
             if what in ("kept", "saved") or (what != "step" and bool(there.any())):
                 problems.append(f"{what} of {name} is {'missing' if have is None else 'there alone'}")
         elif have.shape != want.shape or (have.dtype != want.dtype and what not in ("loss", "norm", "step")):

@@ -9,7 +9,7 @@ import torch
 from hf_fsdp_tools import from_pretrained, live_weights, make_accelerator
 from hf_fsdp_tools.proof.compare import held_part
 from tests._checkpoints import stored_tensors
-from tests.api import PRECISIONS, Case, as_dtensor, load_sharded, local_tensor, tiny_case
+from tests.api import PRECISIONS, Case, Held, load_sharded, tiny_case
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, model_classes
 from tests.census.sizes import SIZES
@@ -24,7 +24,7 @@ def saved_after_a_step(model_type: str, folder: Path) -> Row:
     step(model, optimizer)
     accelerator.save_state(str(folder / "state"))
     step(model, optimizer)
-    expected = {name: local_tensor(each).detach() for name, each in model.named_parameters()}
+    expected = {name: Held.of(each).memory.detach() for name, each in model.named_parameters()}
     torch.save((case, expected), folder / "case.pt")
     return {**row, "verdict": "ready"}
 
@@ -47,7 +47,7 @@ def step(model: Any, optimizer: Any) -> None:
             drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(parameter.shape, generator=drawn)
             part = held_part(whole, parameter)
-            parameter.grad = whole if part is whole else as_dtensor(part.contiguous(), parameter)
+            parameter.grad = whole if part is whole else Held.of(parameter).around(part.contiguous())
     optimizer.step()
 
 
@@ -58,7 +58,7 @@ def resumed(folder: Path) -> Row:
     accelerator.load_state(str(folder / "state"))
     step(model, optimizer)
     for name, each in model.named_parameters():
-        whole, part = held_part(expected[name], each), local_tensor(each).detach()
+        whole, part = held_part(expected[name], each), Held.of(each).memory.detach()
         torch.testing.assert_close(part, whole, rtol=1e-6, atol=1e-6, equal_nan=True, msg=name)
     return {"verdict": "agrees"}
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from hf_fsdp_tools import from_config
 from tests._dist import run_ranks
-from tests.api import local_tensor
+from tests.api import Held
 from tests.gpu_stand_in import counts_on, fakegpu
 
 pytestmark = counts_on(2)
@@ -43,7 +43,7 @@ def counted() -> dict[str, float]:
     fakegpu.reset()
     steps_of(model, 1)
     torch.cuda.synchronize()
-    stats, held = fakegpu.stats(), sum(local_tensor(each).numel() for each in model.parameters())
+    stats, held = fakegpu.stats(), sum(Held.of(each).memory.numel() for each in model.parameters())
     found = {name: stats.get(f"bytes {name}", 0) / held for name in ("H2D", "D2H")}
     return found | {"pageable": stats.get("copy D2H pageable", 0)}
 
@@ -55,7 +55,7 @@ def equal() -> None:
             stayed, streamed = made(False, 3), made(True, 3)
             assert steps_of(stayed, 3) == steps_of(streamed, 3), delay_us
             pairs = zip(stayed.parameters(), streamed.parameters(), strict=True)
-            assert all(torch.equal(local_tensor(a).cpu(), local_tensor(b)) for a, b in pairs), delay_us
+            assert all(torch.equal(Held.of(a).memory.cpu(), Held.of(b).memory) for a, b in pairs), delay_us
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -26,7 +26,7 @@ from hf_fsdp_tools import (
 from tests._checkpoints import assert_same_tensors, full, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
-from tests.api import part_of
+from tests.api import Held
 
 DECAY, STEPS = 0.9, 2
 LORA = {"r": 3, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -39,7 +39,7 @@ def step(model: Any, number: int) -> None:
             seed = number + sum(map(ord, name))
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(parameter.dtype)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.detach().add_(part_of(noise, parameter) if isinstance(parameter, DTensor) else noise)
+            local.detach().add_(Held.of(parameter).part_of(noise) if isinstance(parameter, DTensor) else noise)
 
 
 def expected(kind: str, folder: Path, way: str) -> dict[str, torch.Tensor]:

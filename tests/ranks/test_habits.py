@@ -18,7 +18,7 @@ from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
 from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
-from tests.api import local_tensor
+from tests.api import Held
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -54,7 +54,7 @@ def decisions_of_a_part_are_refused(parent: Path) -> None:
     weight, alone = model.get_parameter(NAME), plain.get_parameter(NAME)
     assert not weight.grad.isnan().any().full_tensor()
     if dist.get_rank() == 1:
-        local_tensor(weight.grad)[0, 0] = float("nan")
+        Held.of(weight.grad).memory[0, 0] = float("nan")
     for decide in (lambda: bool(weight.grad.isnan().any()), lambda: not weight.grad.isfinite().all()):
         answers_whole = all(placement.is_replicate() for placement in weight.grad.isnan().any().placements)
         with nullcontext() if answers_whole else pytest.raises(ConfigError, match="holds a part of the answer"):

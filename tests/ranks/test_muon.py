@@ -27,7 +27,7 @@ from tests._training import (
     make_rows,
     new_accelerator,
 )
-from tests.api import check_kind, cut, matrices_in
+from tests.api import Held, check_kind, matrices_in
 
 STEPS = 2
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -47,7 +47,7 @@ def set_gradients(model: nn.Module, number: int) -> None:
     for name, p in model.named_parameters():
         seed = number * 977 + sum(map(ord, name))
         whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
-        p.grad = cut(whole, p) if isinstance(p, DTensor) else whole
+        p.grad = Held.of(p).cut(whole) if isinstance(p, DTensor) else whole
 
 
 @cache

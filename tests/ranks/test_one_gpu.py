@@ -39,16 +39,7 @@ from tests._dist import num_gpus, run_cases, run_ranks
 from tests._rounding import assert_within
 from tests._training import ShardedTrainer, apart, arguments, by_hand, full_parameters, logged, new_accelerator, train
 from tests._transfers import read_transfers
-from tests.api import (
-    Transfer,
-    adopt,
-    allocate,
-    initialize_missing,
-    local_device,
-    local_tensor,
-    weights_4bit,
-    write_transfers,
-)
+from tests.api import Held, Transfer, adopt, allocate, initialize_missing, local_device, weights_4bit, write_transfers
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -237,13 +228,13 @@ def _train(folder: Path, out: Path, resume: bool) -> None:
 
 
 def _share_bytes(model: nn.Module) -> int:
-    return sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+    return sum(Held.of(parameter).memory.nbytes for parameter in model.parameters())
 
 
 def _assert_offloaded(model: nn.Module) -> None:
     """Every shard is on the CPU, in pinned memory where there is a GPU; buffers are where the computation is."""
     for name, parameter in model.named_parameters():
-        shard = local_tensor(parameter)
+        shard = Held.of(parameter).memory
         assert isinstance(parameter, DTensor) and parameter.device.type == shard.device.type == "cpu", name
         assert not shard.numel() or shard.is_pinned() == _is_gpu(), name
     assert {buffer.device.type for buffer in model.buffers()} <= {local_device().type}

@@ -52,7 +52,7 @@ from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
 from tests._rounding import with_rounding
 from tests._training import batches_of, make_rows, train
-from tests.api import PackedForm, beside_4bit, local_tensor, packed_parameters, weights_4bit
+from tests.api import Held, PackedForm, beside_4bit, packed_parameters, weights_4bit
 
 KINDS = list(QUANTIZED)
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
@@ -189,7 +189,7 @@ def shared_by_ranks(folder: Path, tmp: Path) -> None:
         forms = packed_parameters(ours)
         divided = [name for key, form in forms.items() for name in list(form.parts(key))[:1]]
         for name in divided if dims == TP else ():
-            held = local_tensor(ours.get_parameter(name)).nbytes
+            held = Held.of(ours.get_parameter(name)).memory.nbytes
             assert held == ours.get_parameter(name).nbytes // dist.get_world_size(), (kind, name)
         base = loaded(kind, folder, dequantize=False, mesh=dims, peft_config=None)
         save_pretrained(base, tmp / f"{kind} base")

@@ -48,7 +48,7 @@ from tests._checkpoints import (
 )
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
-from tests.api import all_ranks, clip_norm, local_tensor, part_of, patched
+from tests.api import Held, all_ranks, clip_norm, patched
 from tests.ranks.test_save import files_in, save_both_ways
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
@@ -94,7 +94,7 @@ def rows(dims: ParallelDims, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     """How far this rank's part of a tensor is from that of a whole one."""
-    mine, theirs = local_tensor(found), part_of(whole, found) if isinstance(found, DTensor) else whole
+    mine, theirs = Held.of(found).memory, Held.of(found).part_of(whole) if isinstance(found, DTensor) else whole
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
@@ -160,7 +160,7 @@ def adapters_are_divided(kind, dims, parent):
     assert saved.read_bytes() == file.read_bytes(), what
     again = from_pretrained(saved.parent, mesh=dims, is_trainable=True, **QUIET)
     for name, parameter in model.named_parameters():
-        assert torch.equal(local_tensor(parameter), local_tensor(again.get_parameter(name))), (what, name)
+        assert torch.equal(Held.of(parameter).memory, Held.of(again.get_parameter(name)).memory), (what, name)
 
 
 def refused(parent):
@@ -242,7 +242,7 @@ def in_public_steps(parent):
     assert reasons == {"experts that ranks share"}
     shard_model(model, plan, mesh=mesh)
     experts = model.model.layers[0].mlp.experts.gate_up_proj
-    assert experts.device_mesh.shape == (2, 2) and local_tensor(experts).shape[0] == 1  # of four: two ranks by two
+    assert experts.device_mesh.shape == (2, 2) and Held.of(experts).memory.shape[0] == 1  # of four: two ranks by two
     assert axes_of(mesh).dims == ParallelDims(dp_shard_size=2, tp_size=2, ep_size=2)
     assert "sharded already" in refusal(lambda: parallelize_model(model, mesh))
 
@@ -286,7 +286,7 @@ def files_and_bytes_do_not_know_of_it(combinations, parent):
         with patched(MAX_GAP_BYTES=0):
             model, report = from_pretrained(folder, mesh=dims, dtype=dtype, **QUIET, output_loading_info=True)
         is_reader = dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
-        held = 4 * sum(local_tensor(parameter).numel() for parameter in model.parameters())  # files hold fp32
+        held = 4 * sum(Held.of(parameter).memory.numel() for parameter in model.parameters())  # files hold fp32
         assert report.share_bytes == held and report.bytes_read == (held if is_reader else 0), what
         whole = [p for p in model.parameters() if p.device_mesh.size() * dims.tp_size == dist.get_world_size()]
         more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole)

@@ -32,18 +32,7 @@ from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.run import examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import replicated
 from tests._dist import run_cases, run_ranks
-from tests.api import (
-    PRECISIONS,
-    WORDS,
-    Proof,
-    local_tensor,
-    main,
-    plain_figures,
-    telling,
-    tiny_case,
-    with_adapter,
-    with_kinds,
-)
+from tests.api import PRECISIONS, WORDS, Held, Proof, main, plain_figures, telling, tiny_case, with_adapter, with_kinds
 
 AllToAllEP = pytest.importorskip(
     "transformers.distributed.expert_parallel", reason="transformers 5.21 has it"
@@ -161,7 +150,7 @@ def _other_ranks(inner, self, hidden_states, index, weights):
 def _with_stale_scale(name, model, index, **kwargs):
     report = _LOAD(model, index, **kwargs)
     if dist.get_rank() == 1:  # its shard alone; the other rank's is right
-        local_tensor(model.get_parameter(name)).mul_(1.25)
+        Held.of(model.get_parameter(name)).memory.mul_(1.25)
     return report
 
 
@@ -259,7 +248,7 @@ def _of_copies(model):
 
 def _changing_the_head(model, batch):
     found = _BASE_OUTPUTS(model, batch)
-    local_tensor(dict(model.named_parameters())[HEAD].detach()).mul_(0.5)
+    Held.of(dict(model.named_parameters())[HEAD].detach()).memory.mul_(0.5)
     return found
 
 

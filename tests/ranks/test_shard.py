@@ -39,13 +39,13 @@ from tests._checkpoints import assert_same_model, full, make_checkpoint, make_mo
 from tests._dist import run_cases, run_ranks
 from tests._training import train
 from tests.api import (
+    Held,
     ModuleTree,
     all_ranks,
     allocate,
     float8_layers,
     hand_over,
     initialize_missing,
-    local_tensor,
     patched,
     sharding_of,
 )
@@ -289,7 +289,7 @@ def stays_where_it_is(folder: Path) -> None:
             model.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()}, assign=assign)
         assert_same_model(model, plain)
         parameter = model.lm_head.weight
-        held = local_tensor(parameter).untyped_storage().nbytes()
+        held = Held.of(parameter).memory.untyped_storage().nbytes()
         assert held <= parameter.nbytes // 2 + parameter[0].nbytes, "not a view of the whole tensor"
         torch.nn.init.zeros_(parameter)
 
@@ -329,10 +329,10 @@ def pinned_once(folder: Path) -> None:
             fully_shard(layer, offload_policy=policy)
         fully_shard(model, offload_policy=policy)
         load_weights(model, folder, progress=False)
-        kept = {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()}
+        kept = {name: Held.of(p).memory.data_ptr() for name, p in model.named_parameters()}
         model._get_fsdp_state()._lazy_init()
-        assert {name: local_tensor(p).data_ptr() for name, p in model.named_parameters()} == kept
-    assert all(is_pinned(local_tensor(p)) for p in model.parameters())
+        assert {name: Held.of(p).memory.data_ptr() for name, p in model.named_parameters()} == kept
+    assert all(is_pinned(Held.of(p).memory) for p in model.parameters())
     assert len(made) == len(list(model.parameters())), "each shard once"
     assert sum(t.nbytes for t in made) == sum(-(-p.shape[0] // 2) * p.nbytes // p.shape[0] for p in model.parameters())
     assert_same_model(model, plain_model("llama", folder))

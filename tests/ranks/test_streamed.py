@@ -24,7 +24,7 @@ from hf_fsdp_tools.extensions.streamed import steps_in_backward
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, logged
-from tests.api import local_tensor, replaced
+from tests.api import Held, replaced
 
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 131}
@@ -79,7 +79,7 @@ def trained(
         schedule.step()
         seen.append(between(model, own))
         own.zero_grad()
-    return [*seen, *(float(local_tensor(each).double().sum()) for each in model.parameters())]
+    return [*seen, *(float(Held.of(each).memory.double().sum()) for each in model.parameters())]
 
 
 def same(**options: Any) -> bool:
@@ -100,7 +100,7 @@ def as_numpy(tensor: Any) -> Any:
 
 def moments(model: Any, optimizer: Any) -> Any:
     state = get_optimizer_state_dict(model, optimizer)["state"]
-    return [[float(each["step"]), float(local_tensor(each["exp_avg"]).double().sum())] for each in state.values()]
+    return [[float(each["step"]), float(Held.of(each["exp_avg"]).memory.double().sum())] for each in state.values()]
 
 
 def converted(model: Any, optimizer: Any) -> None:
@@ -118,9 +118,9 @@ BETWEEN: dict[str, Callable[..., Any]] = {
     "weights are written": partial(multiplied, view=lambda p: p),
     "memory is written by numpy": partial(multiplied, view=as_numpy),
     "gradients are set to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "a norm is read": lambda model, _: [float(local_tensor(p).norm()) for p in model.parameters()],
+    "a norm is read": lambda model, _: [float(Held.of(p).memory.norm()) for p in model.parameters()],
     "moments are read": moments,
-    "the model is copied": lambda model, _: float(local_tensor(next(copy.deepcopy(model).parameters())).sum()),
+    "the model is copied": lambda model, _: float(Held.of(next(copy.deepcopy(model).parameters())).memory.sum()),
     "a state dict is loaded": lambda model, _: (
         model.load_state_dict({name: value.clone() * 0.9 for name, value in model.state_dict().items()}) and None
     ),

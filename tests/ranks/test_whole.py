@@ -19,7 +19,7 @@ from hf_fsdp_tools.testing import forget_accelerate
 from tests._checkpoints import lora, make_checkpoint, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import full_states
-from tests.api import all_ranks, local_tensor
+from tests.api import Held, all_ranks
 
 IDS = torch.randint(3, 131, (5, 2, 12), generator=torch.Generator().manual_seed(0))
 """The rows of each step, the same on every rank: the average of equal gradients is the gradient."""
@@ -114,7 +114,7 @@ def state_of_8_bits(source: Path, read: Any, write: Any) -> dict[str, torch.Tens
     found, kinds = {}, set()
     for name, parameter in model.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            local = local_tensor(optimizer.state[parameter][key])
+            local = Held.of(optimizer.state[parameter][key]).memory
             kinds.add(type(local).__name__)
             floats = local.dequantize() if isinstance(local, OptimState8bit) else local
             parts = all_ranks(floats.tolist())

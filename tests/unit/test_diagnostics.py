@@ -19,7 +19,7 @@ from hf_fsdp_tools.errors import BlockDetectionError
 from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
-from tests.api import Diagnosis, Finding, check_environment, local_tensor, rehearse
+from tests.api import Diagnosis, Finding, Held, check_environment, rehearse
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     fake_ranks(ranks)
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
     dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}
-    stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+    stored = sum(Held.of(parameter).memory.nbytes for parameter in model.parameters())
     # 6 experts on 3 ranks are even.
     assert {name for name, dim in dims.items() if dim} == {n for n in dims if ".experts." in n and ranks > 8}
     assert memory.at_peak["parameters"] == pytest.approx(stored, rel=0.01)

@@ -33,18 +33,7 @@ from tests._checkpoints import make_checkpoint, make_model, refusal
 from tests._dist import fake_ranks, run_ranks
 from tests._documents import ROOT, TEXTS, blocks
 from tests._training import make_rows, new_accelerator, train
-from tests.api import (
-    ALWAYS,
-    AXES,
-    CODECS,
-    Installed,
-    Phase,
-    all_ranks,
-    axes_of,
-    check_wrap_plan,
-    local_tensor,
-    sharding_of,
-)
+from tests.api import ALWAYS, AXES, CODECS, Held, Installed, Phase, all_ranks, axes_of, check_wrap_plan, sharding_of
 from tests.unit.test_cli import run
 
 TEXT = TEXTS["docs/extending.md"]
@@ -267,7 +256,7 @@ def _in_pods(folder: Path, out: Path) -> None:
             optimizer.zero_grad()
     assert seen == [row["input_ids"].tolist() for row in rows], "each rank has rows of its own"
     for name, parameter in model.named_parameters():
-        assert local_tensor(parameter).numel() < parameter.numel() or parameter.shape[0] == 1, "sharded in a pod"
+        assert Held.of(parameter).memory.numel() < parameter.numel() or parameter.shape[0] == 1, "sharded in a pod"
         torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=0, atol=2e-5)
     save_pretrained(model, out)
     saved = LlamaForCausalLM.from_pretrained(out).state_dict()

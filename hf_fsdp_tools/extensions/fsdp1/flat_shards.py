@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.distributed.shards import Boxes, Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.symbolic import boxes_of_run
 from hf_fsdp_tools.modeling.module_tree import way_inside
@@ -38,14 +38,10 @@ class FlatShare(torch.Tensor):
         self._is_param = True  # what makes isinstance(…, nn.Parameter) true
         return self
 
+    held_as = property(lambda self: HeldRun)
+
     # Always True, so that transformers' initialisers, which fill whole tensors, leave the parameter alone.
     _is_hf_initialized = property(lambda self: True, lambda self, mark: None)
-
-    def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """The boxes that this rank holds, each with its start for `as_strided`; none for an empty run."""
-        count = self.memory.numel()
-        boxes = boxes_of_run(self.start, 0, count, 1, self.shape) if count else ()
-        return tuple((box, box.start) for box, _ in boxes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
@@ -67,6 +63,35 @@ class FlatShare(torch.Tensor):
             f"{func} needs whole parameters, of which a plain view holds this rank's part alone. Compute with the live "
             "model, inside FullyShardedDataParallel.summon_full_params."
         )
+
+
+class HeldRun(Held):
+    """What this rank holds of a parameter of a flat one."""
+
+    is_derived = False
+
+    @property
+    def boxes(self) -> Boxes:
+        count = self.tensor.memory.numel()
+        boxes = boxes_of_run(self.tensor.start, 0, count, 1, self.tensor.shape) if count else ()
+        return tuple((box, box.start) for box, _ in boxes)
+
+    @property
+    def replica(self) -> tuple[int, int] | None:
+        return (0, 1) if self.tensor.is_first_replica else None
+
+    def cut(
+        self, whole: torch.Tensor, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        own: torch.Tensor = self.tensor.detach().clone()
+        return own.copy_(whole)
+
+    def gather(self) -> torch.Tensor:
+        whole = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
+        for box, memory in self.parts() if self.tensor.is_first_replica else ():
+            whole[box.slices].copy_(memory)
+        dist.all_reduce(whole.view(-1).view(torch.uint8))  # bytes, to which all others add zeros
+        return whole
 
 
 def flat_shares(wrapper: FullyShardedDataParallel) -> Iterator[tuple[list[tuple[nn.Module, str]], FlatShare]]:

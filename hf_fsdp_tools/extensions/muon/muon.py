@@ -10,10 +10,9 @@ import torch
 import yaml
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import Box, Held
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.muon.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
 from hf_fsdp_tools.extensions.muon.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
@@ -125,7 +124,7 @@ class Muon(torch.optim.Optimizer):
     def __repr__(self) -> str:
         options = {key: value for key, value in self.param_groups[0].items() if key not in ("params", "is_muon")}
         own = ", ".join(f"{key} {options[key]}" for key in ("lr", "weight_decay", "momentum", "adjust_lr_fn"))
-        is_sharded = any(isinstance(p, DTensor) for p in self._pieces)  # a Trainer makes it of a plain model
+        is_sharded = any(Held.of(p).mesh for p in self._pieces)  # a Trainer makes it of a plain model
         return f"{self.matrices}\n  Muon: {own}" + (f"; {self.ownership()}" if is_sharded else "")
 
     def hand_over(self, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
@@ -143,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         if key not in self._planned:
             if len(self._planned) == 8:  # where experts or adapters take turns, there are ever new sets
                 del self._planned[next(iter(self._planned))]
-            size = rank_and_size()[1] if any(isinstance(p, DTensor) for p in chosen) else 1
+            size = rank_and_size()[1] if any(Held.of(p).mesh for p in chosen) else 1
             self._planned[key] = assign_owners(
                 [(i, piece) for i, p in enumerate(chosen) for piece in self._pieces[p]],
                 list(holders_of(dict(enumerate(chosen)), size).values()),
@@ -172,8 +171,7 @@ class Muon(torch.optim.Optimizer):
             self._rest.step()
             return loss
         parameters = [each.parameter for each in stepped]
-        first = parameters[0]
-        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        kind = Held.of(parameters[0]).device.type
         device = torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
         is_new = tuple(map(id, parameters)) not in self._planned
         ownership = self.ownership(parameters)
@@ -203,21 +201,21 @@ class _Stepped:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
         self.parameter, self.group = parameter, group
-        self.value, self.gradient = local_tensor(parameter), local_tensor(parameter.grad)
-        self.momentum = local_tensor(state["momentum_buffer"])
-        self._boxes = local_boxes_of(parameter)
+        self._value, self._gradient, self._momentum = map(
+            Held.of, (parameter, parameter.grad, state["momentum_buffer"])
+        )
         self.lr = float(group["lr"])
 
     def begin(self) -> None:
         """Momentum and weight decay, element by element, as in torch's `_single_tensor_muon`."""
-        self.momentum.lerp_(self.gradient, 1 - self.group["momentum"])
-        self.value.mul_(1 - self.lr * self.group["weight_decay"])
+        self._momentum.memory.lerp_(self._gradient.memory, 1 - self.group["momentum"])
+        self._value.memory.mul_(1 - self.lr * self.group["weight_decay"])
 
     def updates(self, piece: Piece) -> Iterator[Part]:
         """Yield what goes into the iteration of a matrix, of what this rank holds of it."""
-        for held, start in self._boxes:
-            locals_ = (memory_view(each, start, held.length).contiguous() for each in (self.momentum, self.gradient))
-            views = (views_of_piece(piece, memory, held, self.parameter.shape) for memory in locals_)
+        for (held, momentum), (_, gradient) in zip(self._momentum.parts(), self._gradient.parts(), strict=True):
+            both = (momentum.contiguous(), gradient.contiguous())
+            views = (views_of_piece(piece, memory, held, self.parameter.shape) for memory in both)
             for (box, momentum), (_, gradient) in zip(*views, strict=True):
                 data = gradient.lerp(momentum, self.group["momentum"]) if self.group["nesterov"] else momentum
                 yield Part(name="", box=box, data=data.to(SENT_DTYPE), dtype=SENT_DTYPE)
@@ -227,8 +225,7 @@ class _Stepped:
         from torch.optim._muon import _adjust_lr
 
         lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size(piece.view.length))
-        for held, start in self._boxes:
-            memory = memory_view(self.value, start, held.length)
+        for held, memory in self._value.parts():
             contiguous = memory.contiguous()
             for box, values in views_of_piece(piece, contiguous, held, self.parameter.shape):
                 values.add_(updates[box].to(memory.device), alpha=-lr)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, keep_part, local_boxes_of, local_parts
+from hf_fsdp_tools.distributed.shards import Box, Held
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored, StoredTensor
@@ -74,7 +74,7 @@ def match_4bit(
     problems: list[str] = []
     forms = weights_4bit(model)
     for fqn, form in forms.items():
-        if isinstance(state[part_name(fqn, "packed")], LocalBoxes):
+        if not Held.of(state[part_name(fqn, "packed")]).is_derived:
             raise ConfigError(f"{fqn!r} is a 4-bit weight that FSDP2 does not shard. Shard the model with shard_model.")
         tensor: Any = pieces.pop(fqn, None)
         if tensor is None:
@@ -157,14 +157,13 @@ class PackJob:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's values as they are stored."""
-        blocks = sum(box.length[0] for box, _ in local_boxes_of(self.parts["packed"]))
+        blocks = sum(box.length[0] for box, _ in Held.of(self.parts["packed"]).boxes)
         return round(blocks * self.form.flat_block * self.itemsize)
 
     @property
     def device(self) -> torch.device:
         """The device on which values are packed: the mesh's, also where shards are offloaded to the CPU."""
-        sharded = self.parts["packed"]
-        return torch.device(sharded.device_mesh.device_type) if isinstance(sharded, DTensor) else sharded.device
+        return Held.of(self.parts["packed"]).device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +211,13 @@ class PackJobs:
                     "checkpoint."
                 )
             if "offset" in form.scales:
-                nested = local_parts(state[part_name(fqn, "nested scale")])
+                nested = Held.of(state[part_name(fqn, "nested scale")]).parts()
                 floats = [offset, *(part.contiguous().view(torch.float32) for _, part in nested)]
                 if not all(bool(each.isfinite().all()) for each in floats):
                     raise CheckpointError(
                         f"{name}: its nested_offset or nested_absmax holds values that are not finite. {again}"
                     )
-                keep_part(state[part_name(fqn, "offset")], offset.view(torch.uint8))
+                Held.of(state[part_name(fqn, "offset")]).fill(offset.view(torch.uint8))
         return stats
 
     def pack(self, reader: Reader, *, doing: str, staging_bytes: int) -> TransferStats:
@@ -249,7 +248,7 @@ class PackJobs:
             for share, own in zip(batch, scales, strict=True):
                 _join_scales(own, share.parts["packed"])
                 for name, whole in _parts_of_scales(own, share.form).items():
-                    keep_part(share.parts[name], whole)
+                    Held.of(share.parts[name]).fill(whole)
         return sum(stats[1:], stats[0])
 
 
@@ -257,7 +256,7 @@ def _runs_of(share: PackJob, many: int) -> Iterator[tuple[int, torch.Tensor, sli
     """Yield runs of at most `many` values of this rank's blocks: the first block, and the bytes of all of them in the
     shard, of which it may have some columns."""
     step = max(1, many // share.form.flat_block)
-    for box, memory in local_parts(share.parts["packed"]):
+    for box, memory in Held.of(share.parts["packed"]).parts():
         for at in range(0, box.length[0], step):
             yield box.start[0] + at, memory[at : at + step], box.slices[1]
 
