@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +26,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import Divided, Note, install_style
-from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
+from hf_fsdp_tools.modeling.roles import is_adapter, lists_of_experts, routers
+from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, override_all_gather
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharded, Sharding
@@ -105,10 +104,11 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
     layers: dict[str, nn.Linear] = {}
     small = 0
     for block in (block for stack in find_blocks(tree) for block in stack):
-        experts = {below for listed in lists_of_experts(block) for below in listed.walk()}
+        left = {below for listed in lists_of_experts(block) for below in listed.walk()}
+        left |= {owner for weight in routers(block) for owner in weight.owners}
         for node in block.walk():
             module = node.module
-            if type(module) is not nn.Linear or node in experts or _is_adapter(node) or _is_router(node):
+            if type(module) is not nn.Linear or node in left or is_adapter(node):
                 continue
             if node.parent is not None and reads_child(node.parent.module, node.name):
                 continue  # a kernel takes the weight itself, as Mamba's do
@@ -135,23 +135,6 @@ def _part_of(module: nn.Linear) -> list[int]:
         if isinstance(placement, Shard):
             shape[placement.dim] //= mesh.size()
     return shape
-
-
-def _is_adapter(node: ModuleNode) -> bool:
-    """Whether a layer is PEFT's own, and not what its wrapper wraps."""
-    way = [node, *node.ancestors()]
-    return any(is_wrapper(above.module) and below.name not in ADAPTED for below, above in pairwise(way))
-
-
-def _is_router(node: ModuleNode) -> bool:
-    """Whether a layer has one row for each of the experts next to it."""
-    rows = node.module.out_features
-    beside = [child for child in (node.parent.children if node.parent else ()) if child is not node]
-    return any(
-        len(child.children) == rows or any(w.ndim == 3 and w.shape[0] == rows for w in below.own)
-        for child in beside
-        for below in child.walk()
-    )
 
 
 # ---- conversion ----

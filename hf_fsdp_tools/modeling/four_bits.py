@@ -15,6 +15,7 @@ from hf_fsdp_tools.modeling.codecs.bitsandbytes import NESTED_BLOCKSIZE, FourBit
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, part_name
 from hf_fsdp_tools.modeling.patterns import matched_in
+from hf_fsdp_tools.modeling.roles import fused_experts
 
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
@@ -119,8 +120,7 @@ def weights_4bit(model: nn.Module) -> dict[str, PackedForm]:
 
 def left_as_floats(model: nn.Module) -> Iterator[str]:
     """Yield what a reader should know of weights that stay floats next to 4-bit ones."""
-    stacks = (each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3)
-    if packed_parameters(model) and any(each.is_floating_point() for each in stacks):
+    if packed_parameters(model) and any(stack.is_floating_point() for *_, stack in fused_experts(model)):
         yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
 
 

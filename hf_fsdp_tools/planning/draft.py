@@ -25,11 +25,12 @@ from hf_fsdp_tools.modeling.module_tree import (
     reads_given_table,
     reads_weight,
 )
+from hf_fsdp_tools.modeling.roles import lists_of_experts
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.planning.rules import measured, size_bound
-from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
+from hf_fsdp_tools.planning.stacks import find_blocks, major_blocks
 
 THIN_WRAPPER_SHARE = 0.9
 """Share of a module's parameters in one part from which the rest is only a norm, a bias or an adapter. (assumed)"""

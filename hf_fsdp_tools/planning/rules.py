@@ -12,8 +12,9 @@ from dataclasses import replace
 from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
+from hf_fsdp_tools.modeling.roles import lists_of_experts
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
+from hf_fsdp_tools.planning.stacks import find_blocks, major_blocks
 from hf_fsdp_tools.text import grouped, listed
 
 

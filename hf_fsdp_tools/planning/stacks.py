@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name, has_forward
 from hf_fsdp_tools.modeling.notes import Chosen
+from hf_fsdp_tools.modeling.roles import holds_experts
 from hf_fsdp_tools.text import grouped
 
 MAJOR_SHARE = 0.10
@@ -53,19 +54,6 @@ def major_blocks(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> list[Modul
     return [block for stack in stacks if is_major(tree, stack) for block in stack]
 
 
-def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
-    """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
-
-    A container holds experts if a router is next to it (a matrix with one row per member), or if "expert" is in a name:
-    a missed list of experts would hang a run, and a false one costs little.
-    """
-    # of some models, a list of experts has a forward of its own
-    lists = (
-        n for n in block.walk() if isinstance(n.module, nn.ModuleList | nn.ModuleDict) or not has_forward(n.module)
-    )
-    return [node for node in lists if len(node.children) > 1 and _is_experts(node)]
-
-
 def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
     """The outermost stacks below `root`, stages opened, each as its blocks."""
     stacks: list[list[ModuleNode]] = []
@@ -93,7 +81,7 @@ def _members(node: ModuleNode, *, nested: bool) -> list[ModuleNode]:
     if isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or (
         children and all(child.name.isdigit() for child in children)
     ):
-        if nested and _is_experts(node):
+        if nested and holds_experts(node):
             return []
         children = _distinct(_opened(children))
         is_plain_list = not isinstance(node.module, nn.Sequential)
@@ -149,16 +137,3 @@ def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
     for node in nodes:
         first.setdefault(node.module, node)
     return list(first.values())
-
-
-def _is_experts(container: ModuleNode) -> bool:
-    """Whether a container is named after experts, or has a router next to it."""
-    names = [container.name, *(class_name(child.module) for child in container.children[:1])]
-    if any("expert" in name.lower() for name in names):
-        return True
-    parent = container.parent
-    if parent is None:
-        return False
-    small = [child for child in parent.children if child is not container and len(child.children) < 4]
-    weights = [*parent.own, *(weight for child in small for below in child.walk() for weight in below.own)]
-    return any(weight.ndim == 2 and weight.shape[0] == len(container.children) for weight in weights)

@@ -14,9 +14,10 @@ import torch
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, Weight, class_name, has_forward
 from hf_fsdp_tools.modeling.notes import Divided
+from hf_fsdp_tools.modeling.roles import lists_of_experts
 from hf_fsdp_tools.planning.draft import THIN_WRAPPER_SHARE, DraftUnit, PlanDraft
 from hf_fsdp_tools.planning.policy import matching_nodes, nearest_names
-from hf_fsdp_tools.planning.stacks import is_major, lists_of_experts
+from hf_fsdp_tools.planning.stacks import is_major
 from hf_fsdp_tools.text import dtype_name, listed
 
 _END_PARAMS = 2e7

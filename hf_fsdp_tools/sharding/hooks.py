@@ -20,7 +20,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.steps import Step, at_steps
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, takes_fp32
-from hf_fsdp_tools.planning.stacks import lists_of_experts
+from hf_fsdp_tools.modeling.roles import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     end_alone,

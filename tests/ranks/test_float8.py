@@ -344,6 +344,8 @@ def test_routers_experts_and_tied_layers_are_left() -> None:
     model.model.layers[0].mlp.gate = torch.nn.Linear(64, 16, bias=False)  # a router that is a plain layer
     names = {name.split(".")[3] for name in float8_layers(ModuleTree(model), FP32)}
     assert names == {"self_attn"}
+    inside = hf.AfmoeConfig(**sizes, num_dense_layers=0)  # a router that has its layer in it
+    assert not any(".router." in name for name in float8_layers(ModuleTree(hf.AfmoeForCausalLM(inside)), FP32))
     mamba = hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2, state_size=16, time_step_rank=16)
     layers = float8_layers(ModuleTree(hf.MambaForCausalLM(mamba)), FP32)  # kernels take the weights of the others
     assert {name.rpartition(".")[2] for name in layers} == {"in_proj"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -48,6 +49,18 @@ def test_adapters_and_ties_are_no_matrices_and_a_model_without_blocks_is_refused
     assert "Muon    matrices of blocks" in str(plan) or "Muon   matrices of blocks" in str(plan)
     with pytest.raises(ConfigError, match=r"Linear trains no matrices for Muon\. Only linear layers inside"):
         Muon(nn.Linear(3, 4))
+
+
+def test_a_router_chooses_experts_and_a_shared_expert_as_wide_as_there_are_experts_is_none():
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 16}
+    mixture = hf.Qwen3NextConfig(
+        **sizes, **heads, moe_intermediate_size=32, shared_expert_intermediate_size=16, layer_types=["full_attention"]
+    )
+    plan = find_matrices(build_meta_model(mixture))
+    routers = {name for name, why in plan.others if why == "routers"}
+    assert routers == {"model.layers.0.mlp.gate.weight"}, routers
+    assert "model.layers.0.mlp.shared_expert.gate_proj.weight" in plan.matrices
 
 
 def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():

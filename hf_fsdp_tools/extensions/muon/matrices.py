@@ -1,15 +1,13 @@
 """Which parameters of a model are hidden matrices, that Muon steps, and why the others are not."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
-from hf_fsdp_tools.modeling.tree_copy import base_of, is_wrapper
-from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
+from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, Weight
+from hf_fsdp_tools.modeling.roles import is_adapter, is_end, is_linear, is_named_expert, routers
+from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.text import listed, merge_alike, show_count, table
 
 
@@ -48,15 +46,15 @@ def find_matrices(model: nn.Module) -> MatrixPlan:
     may call; nothing is communicated.
     """
     tree = ModuleTree(base_of(model))
-    blocks = dict.fromkeys(block for stack in find_blocks(tree) for block in stack if not _is_end(block))
+    blocks = dict.fromkeys(block for stack in find_blocks(tree) for block in stack if not is_end(block))
     within = {node: block for block in blocks for node in block.walk()}
-    routers = set(_routers(blocks))
+    of_routers = {weight for block in blocks for weight in routers(block)}
     matrices: list[Weight] = []
     others: list[tuple[Weight, str]] = []
     for weight in tree.weights:
         if not weight.requires_grad:
             continue
-        reason = _reason(weight, within, routers)
+        reason = _reason(weight, within, of_routers)
         if reason:
             others.append((weight, reason))
         else:
@@ -68,17 +66,17 @@ def find_matrices(model: nn.Module) -> MatrixPlan:
     )
 
 
-def _reason(weight: Weight, within: dict[ModuleNode, ModuleNode], routers: set[Weight]) -> str:
+def _reason(weight: Weight, within: dict[ModuleNode, ModuleNode], of_routers: set[Weight]) -> str:
     """Why a weight is no hidden matrix; empty where it is one."""
     if weight.ndim < 2:
         return "vectors and scalars"
-    if any(_is_adapter(owner) for owner in weight.owners):
+    if any(is_adapter(owner, wrapped=(*ADAPTED, "modules_to_save")) for owner in weight.owners):
         return "adapters"
     if any(isinstance(owner.module, nn.Embedding | nn.EmbeddingBag) for owner in weight.owners):
         return "embeddings"
     if any(owner not in within for owner in weight.owners):
         return "outside blocks"
-    if weight in routers:
+    if weight in of_routers:
         return "routers"
     if any(isinstance(owner.module, nn.modules.conv._ConvNd) for owner in weight.owners):
         return "convolutions"
@@ -87,67 +85,11 @@ def _reason(weight: Weight, within: dict[ModuleNode, ModuleNode], routers: set[W
     if min(weight.shape[-2:]) < 2:
         return "vectors and scalars"
     owner = weight.owners[0]
-    if weight.ndim == 2 and weight.names[0].endswith(".weight") and _is_linear(owner.module):
+    if weight.ndim == 2 and weight.names[0].endswith(".weight") and is_linear(owner.module):
         return ""
-    if weight.ndim == 3 and _is_of_experts(owner, within):
+    if weight.ndim == 3 and any(map(is_named_expert, (owner, *(each for each in owner.ancestors() if each in within)))):
         return ""
     return "tables, no weights of linear layers"
-
-
-_ENDS = re.compile(r"(^|_)(heads?|embed|embedder|embeddings?|classifiers?)$")
-"""Names of modules around blocks whose lists are of heads and embeddings: DETR's `bbox_embed`, Bark's `lm_heads`."""
-
-
-def _is_end(block: ModuleNode) -> bool:
-    """Whether a member of a stack is a layer of a head or of an embedding, or a bare linear layer."""
-    return _is_linear(block.module) or any(_ENDS.search(each.name) for each in (block, *block.ancestors()))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by its weight; quantised and parallel layers are called Linear too."""
-    return isinstance(module, nn.Linear | Conv1D) or class_name(module).endswith("Linear")
-
-
-def _is_adapter(node: ModuleNode) -> bool:
-    """Whether PEFT added a parameter of this module, in one of its wrappers or next to it."""
-    below = node
-    for above in node.ancestors():
-        if hasattr(type(above.module), "adapter_layer_names"):
-            return not is_wrapper(above.module) or below.name not in (
-                "base_layer",
-                "original_module",
-                "modules_to_save",
-            )
-        below = above
-    return hasattr(type(node.module), "adapter_layer_names")
-
-
-def _is_of_experts(node: ModuleNode, within: dict[ModuleNode, ModuleNode]) -> bool:
-    """Whether a module, or one above it in its block, is named after experts."""
-    chain = [node, *(above for above in node.ancestors() if above in within)]
-    return any("expert" in name.lower() for each in chain for name in (each.name, class_name(each.module)))
-
-
-def _routers(blocks: dict[ModuleNode, None]) -> Iterator[Weight]:
-    """Weights with a row for each of the experts next to them, and of modules called routers."""
-    for block in blocks:
-        lists = {node: len(node.children) for node in lists_of_experts(block)}
-        stacks = {
-            node: weight.shape[0] for node in block.walk() for weight in node.own if weight.ndim == 3 and _named(node)
-        }
-        for experts, count in (lists | stacks).items():
-            inside = set(experts.walk())
-            home = experts.parent if experts is not block else None
-            for node in home.walk() if home is not None else ():
-                if node not in inside:
-                    yield from (weight for weight in node.own if weight.ndim == 2 and weight.shape[0] == count)
-        for node in block.walk():
-            if "router" in node.name.lower() or "router" in class_name(node.module).lower():
-                yield from (weight for below in node.walk() for weight in below.own)
-
-
-def _named(node: ModuleNode) -> bool:
-    return "expert" in node.name.lower() or "expert" in class_name(node.module).lower()
 
 
 # ---- what a step of Muon costs ----

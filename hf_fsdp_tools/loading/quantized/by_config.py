@@ -14,6 +14,7 @@ from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling.codecs.base import Codec, DoesNotFit, cannot_stay
 from hf_fsdp_tools.modeling.codecs.table import CODECS
 from hf_fsdp_tools.modeling.packed import packed_parameters, stored_quantization
+from hf_fsdp_tools.modeling.roles import fused_experts
 from hf_fsdp_tools.text import first_line
 
 
@@ -62,12 +63,9 @@ def keep_by_config(model: nn.Module, *, has_values: bool = False) -> None:
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the fqns of weights of linear layers, and of stacks of experts, with their modules."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield f"{fqn}.weight", module
-        elif fqn.endswith("experts"):
-            stacks = (name for name, weight in module._parameters.items() if weight is not None and weight.dim() == 3)
-            yield from ((f"{fqn}.{name}", module) for name in stacks)
+    linear = (each for each in model.named_modules() if isinstance(each[1], nn.Linear))
+    yield from ((f"{fqn}.weight", module) for fqn, module in linear)
+    yield from ((fqn, module) for fqn, module, _ in fused_experts(model))
 
 
 def _stored(model: nn.Module, codecs: Mapping[str, Codec | None]) -> Iterator[StoredTensor]:
