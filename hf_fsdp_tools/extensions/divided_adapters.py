@@ -39,23 +39,24 @@ def refuse_adapters(model: nn.Module) -> None:
 def divide_adapters(model: nn.Module) -> None:
     """Let LoRA on a divided layer be divided with it: the second matrix where the weight is cut by rows, the first
     where it is cut by columns. The other matrix is whole on every rank. LoRA on fused experts follows these."""
-    wrapper: Any
     for wrapper in model.modules():
-        install = (
-            Divided.of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
-        )
         if type(wrapper).__name__ == _OF_EXPERTS and (divided := _way_of_experts(wrapper)) is not None:
             _follow_experts(wrapper, *divided)
             continue
-        is_by_rows = install is not None and install.keywords["style"].startswith("colwise")
-        if install is None or not (is_by_rows or install.keywords["style"].startswith("rowwise")):
-            continue
-        matrices: Any = wrapper.lora_B if is_by_rows else wrapper.lora_A
-        for matrix in matrices.values():
+        for matrix, dim, install in matrices_divided_with(wrapper):
             if Divided.of(matrix).style is None:
-                way = (install.keywords["group"], (Shard(0 if is_by_rows else 1),))
-                Divided.put(matrix, style=install, parallel={"weight": way})
+                Divided.put(matrix, style=install, parallel={"weight": (install.keywords["group"], (Shard(dim),))})
                 install(matrix)
+
+
+def matrices_divided_with(wrapper: Any) -> Iterator[tuple[nn.Module, int, Any]]:
+    """Yield the matrices of LoRA on a divided layer that are divided too: along which dimension, in which style."""
+    base = getattr(wrapper, "base_layer", None)
+    install = Divided.of(base).style if isinstance(base, nn.Module) else None
+    style = "" if install is None else install.keywords["style"]
+    name, dim = ("lora_B", 0) if style.startswith("colwise") else ("lora_A", 1)
+    if style.startswith(("colwise", "rowwise")):
+        yield from ((matrix, dim, install) for matrix in getattr(wrapper, name).values())
 
 
 def _way_of_experts(wrapper: Any) -> tuple[DeviceMesh, Any, int] | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,34 @@ _MISFITS = {
     "glm5_next_text": "a projection of its attention gets a part of its input",
 }
 """Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 and 5.24 (`tests/census`)."""
+
+
+class Rule(NamedTuple):
+    """How a module or a parameter is divided."""
+
+    axis: str
+    """"tp" or "ep"."""
+    style: str
+    """transformers' name."""
+
+    @property
+    def runs(self) -> int:
+        """How many runs of indices a rank has: two of a fused weight, of gates and of values."""
+        return 1 + self.style.startswith("packed")
+
+    def dim(self, name: str, ndim: int) -> int | None:
+        """The dimension of a parameter of this name that is divided, if any."""
+        if self.style in ("embedding_rowwise", "grouped_gemm"):
+            return 0
+        if self.style == "embedding_colwise":
+            return 1
+        if self.style.startswith("colwise") or self.style == "packed_colwise":
+            return max(ndim - 2, 0)
+        is_along_rows = self.style.startswith("rowwise") or self.style == "packed_rowwise"
+        return ndim - 1 if is_along_rows and ndim > 1 and not name.endswith(".bias") else None
+
+
+NO_RULE = Rule("", "")
 
 
 class DividedLayers(Feature):
@@ -151,16 +179,17 @@ def _refuse_merge(tuner: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> No
     )
 
 
-def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:
+def _divide(model: nn.Module, rules: Mapping[str, Rule], axes: Axes, by: str) -> None:
     """Give each rank its part of the weights that the rules name, and let their modules compute with it."""
     parameters, packed = dict(model.named_parameters(remove_duplicate=False)), packed_parameters(model)
     with _ties_kept(model):
-        for name, (kind, style) in rules.items():
+        for name, rule in rules.items():
+            kind, style = rule
             group = axes.groups[kind]
             owner, _, own = name.rpartition(".")
             try:
                 if name in packed:
-                    _divide_bytes(model.get_submodule(owner), own, packed[name], style, group)
+                    _divide_bytes(model.get_submodule(owner), own, packed[name], rule, group)
                 elif name in parameters:
                     ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
                 else:
@@ -172,19 +201,19 @@ def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, 
                 ) from None
 
 
-def _divide_bytes(module: Any, name: str, form: PackedForm, style: str, group: DeviceMesh) -> None:
+def _divide_bytes(module: Any, name: str, form: PackedForm, rule: Rule, group: DeviceMesh) -> None:
     """Give each rank its part of a weight that is quantised as stored: whole blocks of it, and what belongs to them."""
-    is_strided, size = style.startswith("packed"), group.size()
-    for dim in divided_dims(style, name, len(form.shape)):
-        for part, along in bytes_along(form, name, dim, size * (1 + is_strided)).items():
-            place = _StridedShard(along, split_factor=2) if is_strided else Shard(along)
-            if style == "grouped_gemm":  # it also counts the experts
-                ALL_PARALLEL_STYLES[style].shard_param(module, part, group)
-            else:
-                own = placeholder(module._parameters[part], (group, [place]))
-                module._parameters[part] = nn.Parameter(own, requires_grad=False)
-        Packed.put(module, parts={**Packed.of(module).parts, name: part_of_form(form, dim, size)})
-        module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
+    if (dim := rule.dim(name, len(form.shape))) is None:
+        return
+    for part, along in bytes_along(form, name, dim, group.size() * rule.runs).items():
+        if rule.style == "grouped_gemm":  # it also counts the experts
+            ALL_PARALLEL_STYLES[rule.style].shard_param(module, part, group)
+        else:
+            place = _StridedShard(along, split_factor=rule.runs) if rule.runs > 1 else Shard(along)
+            own = placeholder(module._parameters[part], (group, [place]))
+            module._parameters[part] = nn.Parameter(own, requires_grad=False)
+    Packed.put(module, parts={**Packed.of(module).parts, name: part_of_form(form, dim, group.size())})
+    module._hf_quantized_needs_local_tp = True  # transformers' word for linear layers that take no DTensors
 
 
 def part_of_form(form: PackedForm, dim: int, size: int) -> PackedForm:
@@ -226,11 +255,11 @@ def checked_rules(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
     ep_implementation: str = "auto",
-) -> dict[str, tuple[str, str]]:
-    """The axis and style of each module and parameter that is divided, by its name; refuse what cannot be. Pure."""
+) -> dict[str, Rule]:
+    """The rule of each module and parameter that is divided, by its name; refuse what cannot be. Pure."""
     kinds = {kind: size for kind, size in (("tp", tp_size), ("ep", ep_size)) if size > 1}
     _refuse_undividable(model, " and ".join(f"{kind}_size {size}" for kind, size in kinds.items()))
-    rules: dict[str, tuple[str, str]] = {}
+    rules: dict[str, Rule] = {}
     given, of_bytes = {"tp": tp_plan, "ep": ep_plan}, packed_parts(model)
     for kind, size in kinds.items():
         with listed_as_parameters(model):  # weights that are bytes have the rules of floats
@@ -241,7 +270,7 @@ def checked_rules(
             below = tuple(f"{name}." for name in experts)
             styles = {name: style for name, style in styles.items() if name in experts or name.startswith(below)}
             rules = {name: rule for name, rule in rules.items() if name not in experts and not name.startswith(below)}
-        rules |= {name: (kind, style) for name, style in styles.items()}
+        rules |= {name: Rule(kind, style) for name, style in styles.items()}
     modules = dict(model.named_modules())
     for name in [name for name, (_, style) in rules.items() if style.startswith("embedding")]:
         if _is_read_whole(modules, name):
@@ -328,9 +357,9 @@ def _check_implementation(name: str, tp_size: int, ep_size: int) -> None:
         raise ConfigError("ep_implementation 'deepgemm_megamoe' has no backward pass. Use 'all_to_all' to train.")
 
 
-def _check_heads(model: nn.Module, rules: Mapping[str, tuple[str, str]], size: int) -> None:
+def _check_heads(model: nn.Module, rules: Mapping[str, Rule], size: int) -> None:
     """Refuse attention whose heads the ranks cannot divide."""
-    divided = {name.rpartition(".")[0] for name, (kind, style) in rules.items() if kind == "tp" and style == "colwise"}
+    divided = {name.rpartition(".")[0] for name, rule in rules.items() if rule == Rule("tp", "colwise")}
     for name, module in model.named_modules():
         config = config_of_layer(module)
         if name not in divided or config is None or not hasattr(module, "head_dim"):
@@ -344,37 +373,23 @@ def _check_heads(model: nn.Module, rules: Mapping[str, tuple[str, str]], size: i
                 )
 
 
-def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: Mapping[str, int]) -> None:
+def _check_sizes(model: nn.Module, rules: Mapping[str, Rule], kinds: Mapping[str, int]) -> None:
     """Refuse parameters that the ranks cannot divide evenly, of which FSDP2 would shard uneven parts."""
     forms = packed_parameters(model)
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *plain_parameters(model).items()):
-        kind, style = rules.get(name, ("", ""))
-        dims = [dim for dim in divided_dims(style, name, parameter.dim()) if dim < parameter.dim()]
-        for dim in dims if kind else ():
-            length, size = parameter.shape[dim], kinds[kind]
-            factor = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
-            if length % (size * factor):
-                cure = f"Use another {kind}_size."
-                if style.startswith("embedding") or "gather" in style:
-                    cure = f"Add rows: from_pretrained(…, pad_to_multiple_of={size})."
-                raise ConfigError(
-                    f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. {cure}"
-                )
-            if name in forms:
-                bytes_along(forms[name], name, dim, size * factor)
-
-
-def divided_dims(style: str, name: str, ndim: int) -> list[int]:
-    """The dimension that a style of transformers divides, if any."""
-    if style in ("embedding_rowwise", "grouped_gemm"):
-        return [0]
-    if style == "embedding_colwise":
-        return [1]
-    if style.startswith("colwise") or style == "packed_colwise":
-        return [max(ndim - 2, 0)]
-    if style.startswith("rowwise") or style == "packed_rowwise":
-        return [] if name.endswith(".bias") or ndim < 2 else [ndim - 1]
-    return []
+        rule = rules.get(name, NO_RULE)
+        dim = rule.dim(name, parameter.dim())
+        if dim is None or dim >= parameter.dim():
+            continue
+        size, runs = kinds[rule.axis], rule.runs if parameter.dim() > 1 else 1
+        if parameter.shape[dim] % (size * runs):
+            cure = f"Use another {rule.axis}_size."
+            if rule.style.startswith("embedding") or "gather" in rule.style:
+                cure = f"Add rows: from_pretrained(…, pad_to_multiple_of={size})."
+            shape = tuple(parameter.shape)
+            raise ConfigError(f"{name} of shape {shape} cannot be divided by {rule.axis}_size {size}. {cure}")
+        if name in forms:
+            bytes_along(forms[name], name, dim, size * runs)
 
 
 def _is_read_whole(modules: Mapping[str, nn.Module], fqn: str) -> bool:
@@ -387,16 +402,12 @@ def _is_read_whole(modules: Mapping[str, nn.Module], fqn: str) -> bool:
     return has_more or any(reads_child(modules[outer], inner) for outer, inner in around)
 
 
-def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:
+def _drop_half_tied(model: nn.Module, rules: dict[str, Rule]) -> None:
     """Leave tied parameters whole, with their modules, unless all their modules divide them alike."""
     places = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     for parameter, names in places.items():
-        ways = {
-            (kind, tuple(divided_dims(style, name, parameter.dim())))
-            for name in names
-            for kind, style in [rules.get(name, ("", ""))]
-        }
-        if len(names) > 1 and len(ways) > 1:
+        of_names = [(name, rules.get(name, NO_RULE)) for name in names]
+        if len({(rule.axis, rule.dim(name, parameter.dim())) for name, rule in of_names}) > 1:
             for name in names:
                 owner = name.rpartition(".")[0]
                 for gone in [each for each in rules if each == owner or each.startswith(f"{owner}.")]:

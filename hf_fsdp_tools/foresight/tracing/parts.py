@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, bytes_along, checked_rules, divided_dims, part_of_form
+from hf_fsdp_tools.extensions.divided_adapters import matrices_divided_with
+from hf_fsdp_tools.extensions.tensor_parallel import DISPATCH, bytes_along, checked_rules, part_of_form
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.notes import Divided, install_style
 from hf_fsdp_tools.modeling.packed import Packed, packed_parameters, plain_parameters
@@ -30,7 +31,8 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
     sizes = {"tp": setup.tp_size, "ep": setup.ep_size}
     rules = checked_rules(model, setup.tp_size, setup.ep_size)
     modules, forms, plain = dict(model.named_modules()), packed_parameters(model), plain_parameters(model)
-    for name, (kind, style) in rules.items():
+    for name, rule in rules.items():
+        kind, style = rule
         if name in modules:
             if style == "sequence_parallel":
                 raise ConfigError(f"{type(model).__name__} is not estimated with tp_size: {name} divides rows.")
@@ -39,9 +41,8 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
             continue
         owner, _, own = name.rpartition(".")
         weight: Any = plain.get(name, modules[owner]._parameters.get(own))
-        for dim in divided_dims(style, name, weight.dim()):
-            pieces = sizes[kind] * (1 + style.startswith("packed"))
-            cut = {own: dim} | (bytes_along(forms[name], own, dim, pieces) if name in forms else {})
+        if (dim := rule.dim(name, weight.dim())) is not None:
+            cut = {own: dim} | (bytes_along(forms[name], own, dim, sizes[kind] * rule.runs) if name in forms else {})
             parallel = {each: (along, sizes[kind]) for each, along in cut.items()}
             Divided.put(modules[owner], parallel={**Divided.of(modules[owner]).parallel, **parallel})
 
@@ -49,16 +50,11 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
 def cut_parts(model: nn.Module) -> None:
     """Give a marked model on meta this rank's parts of its parameters, and of LoRA's on divided layers."""
     for wrapper in model.modules():  # as `extensions.tensor_parallel` does it
-        base: Any = getattr(wrapper, "base_layer", None)
         if hasattr(wrapper, "parameter_name"):
             _cut_factors(wrapper)
             continue
-        style = Divided.of(base).style.keywords if isinstance(base, nn.Module) and Divided.of(base).style else {}
-        by_rows = style.get("style", "").startswith("colwise")
-        if by_rows or style.get("style", "").startswith("rowwise"):
-            matrices: Any = wrapper.lora_B if by_rows else wrapper.lora_A
-            for matrix in matrices.values():
-                Divided.put(matrix, parallel={"weight": (0 if by_rows else 1, style["setup"].tp_size)})
+        for matrix, dim, way in matrices_divided_with(wrapper):
+            Divided.put(matrix, parallel={"weight": (dim, way.keywords["setup"].tp_size)})
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, (dim, size) in Divided.of(module).parallel.items():
