@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 T = TypeVar("T", bound="OfAxes")
 Weights: TypeAlias = Literal["copy", "shard", "divide"]
+Tried: TypeAlias = Literal["GPUs wait", "rows are long", "nothing else fits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Axis:
     """The file of `extensions/`; none where FSDP2 does it."""
     about: str
     """What `--help` says."""
+    tried: Tried | None = None
+    """Where a search tries sizes above 1, unless its user asks for one; None: nowhere."""
 
     @property
     def size(self) -> str:
@@ -49,6 +52,7 @@ AXES = [
         has_same_rows=True,
         feature="context_parallel",
         about="context-parallel degree: N GPUs share each sequence",
+        tried="rows are long",
     ),
     Axis(
         name="tp",
@@ -56,6 +60,7 @@ AXES = [
         has_same_rows=True,
         feature="tensor_parallel",
         about="tensor-parallel degree: N GPUs share each layer",
+        tried="nothing else fits",
     ),
     Axis(
         name="ep",
@@ -63,6 +68,7 @@ AXES = [
         has_same_rows=False,
         feature="tensor_parallel",
         about="expert-parallel degree: N GPUs share the experts",
+        tried="GPUs wait",
     ),
 ]
 """In the order of a mesh: copies first, `dp_shard`, the others; `ep` is made of parts of those."""
@@ -77,6 +83,11 @@ def size_names(*weights: Weights, of_rows: bool = False) -> list[str]:
     return [
         axis.size for axis in AXES if (not weights or axis.weights in weights) and (axis.has_same_rows or not of_rows)
     ]
+
+
+def shared_rows(word: str = " or ") -> str:
+    """What degrees of ranks with the same rows are called, in a sentence."""
+    return word.join(size_names(of_rows=True))
 
 
 def product(degrees: object, names: Iterable[str]) -> int:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_fsdp_tools.axes import product, size_names
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -137,7 +138,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         model = _built(name_or_model, setup, model_kwargs)
     if not setup.dequantize:
         keep_by_config(model, has_values=is_own)
-    if is_divided := max(setup.tp_size, setup.ep_size) > 1:
+    if is_divided := product(setup, size_names("divide")) > 1:
         mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:
         encoder: Any = getattr(base_of(model), "get_encoder", lambda **_: None)(modality="image")

@@ -11,8 +11,9 @@ from math import ceil
 from operator import ge
 from os import PathLike, fspath
 from textwrap import wrap
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
+from hf_fsdp_tools.axes import AXES, Axis, Tried
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
@@ -33,11 +34,11 @@ to 524 K (Tülu 3: 128 × 4,096))"""
 AGAIN, EVERY, ON_HOST, KEPT = (
     f"activation_checkpointing{end}" for end in ("", "_every_n_layers", "_offload", "_save_ops")
 )
-DEGREES = ("ep_size", "cp_size", "tp_size")
+_TRIED = [axis for when in get_args(Tried) for axis in AXES if axis.tried == when]
 _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 _BATCH = "per_device_train_batch_size"
 SEARCHED = (
-    _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, KEPT, *_SHARDING, *DEGREES,
+    _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, KEPT, *_SHARDING, *(axis.size for axis in _TRIED),
     "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params", "compile",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
@@ -134,8 +135,8 @@ class Search:
             self.explore(kind)
             if self.best() is None:
                 self.explore(kind, on_host=True)
-            for name in DEGREES:
-                self._share(name, kind)
+            for axis in _TRIED:
+                self._share(axis, kind)
             if (best := self.best()) is not None:
                 self._explore_kept(*best)
                 for value in self._values(kind, "reshard_after_forward"):  # saves copies, which no bound knows
@@ -229,9 +230,11 @@ class Search:
         for ops in (("matmul", "attention"), ("attention",)) if may_keep else ():
             self.cost(replace(best, activation_checkpointing_save_ops=ops))
 
-    def _share(self, name: str, kind: TrainingSetup) -> None:
+    def _share(self, axis: Axis, kind: TrainingSetup) -> None:
         """Divide rows, layers or experts where nothing fits, rows are long, or GPUs wait: sizes are doubled until one
-        is not faster; `ep_size` beyond a machine at least, inside of which no traffic between machines is saved."""
+        is not faster; of ranks with other rows beyond a machine at least, inside of which no traffic between machines
+        is saved."""
+        name = axis.size
         if name in self.fixed or getattr(kind, name) > 1 or kind.wrapping == "none":
             return
         best, base = self.best(), kind
@@ -239,19 +242,18 @@ class Search:
         if best is not None:
             base, again = best[0], (best[0].activation_checkpointing,)
             is_waiting = best[1].floor_seconds < best[1].step_seconds * (1 - _WAITING)
-            if not {"ep_size": is_waiting, "cp_size": kind.max_length >= LONG, "tp_size": False}[name]:
+            if not {"GPUs wait": is_waiting, "rows are long": kind.max_length >= LONG}.get(axis.tried or "", False):
                 return
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
-        most = (
-            base.num_processes // base.num_copies if name == "ep_size" else min(base.gpus_per_node, base.num_processes)
-        )
+        crosses = not axis.has_same_rows
+        most = base.num_processes // base.num_copies if crosses else min(base.gpus_per_node, base.num_processes)
         for size in (2**power for power in range(1, most.bit_length())):
             before, degree = self.best(), {name: size}
             try:
                 is_possible = self.explore(replace(base, **degree), again=again)
             except FSDPToolsError:  # degrees that do not divide the GPUs, or the batch
                 return
-            after, is_last = self.best(), name != "ep_size" or size > base.gpus_per_node
+            after, is_last = self.best(), not crosses or size > base.gpus_per_node
             if not is_possible or (after is not None and (before is None or (after == before and is_last))):
                 return
 

@@ -20,6 +20,7 @@ from accelerate.utils.other import load
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hf_fsdp_tools.axes import shared_rows, size_names
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
@@ -412,7 +413,7 @@ class ShardedScaler(torch.amp.GradScaler):
 
 
 class _DoneByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is not typed
-    """A config whose `cp_size` and `tp_size` the sharded model carries out: Accelerate, the Trainer and TRL leave rows
+    """A config whose sizes of shared rows the sharded model carries out: Accelerate, the Trainer and TRL leave rows
     whole, where they would cut them and drop their masks (accelerate#4177, trl#6843), and look for no plan."""
 
     cp_enabled = property(lambda self: False)
@@ -425,7 +426,7 @@ class _DoneByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is no
 def leave_to_model(state: Any) -> None:
     """Let Accelerate leave what ranks share to the sharded model, in place of the state's config."""
     config = state.parallelism_config
-    if config is not None and (config.cp_size > 1 or config.tp_size > 1):
+    if any(getattr(config, name, 1) > 1 for name in size_names(of_rows=True)):
         config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks with the same rows
         state.parallelism_config = config = copy(config)
         config.__class__ = _DoneByModel
@@ -444,8 +445,8 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
         loaders = accelerator.dataloader_config
         if loaders.dispatch_batches:
             raise ConfigError(
-                "dispatch_batches=True gives ranks that need the same rows (cp_size, tp_size) different ones, or all "
-                "ranks the same. Leave it out: each rank then reads its own rows."
+                f"dispatch_batches=True gives ranks that need the same rows ({shared_rows(', ')}) different ones, or "
+                "all ranks the same. Leave it out: each rank then reads its own rows."
             )
         loaders.dispatch_batches = False  # Accelerate's default for streams is True
     if sync_each_batch:

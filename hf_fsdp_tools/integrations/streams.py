@@ -13,6 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, 
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors, warn
@@ -127,7 +128,7 @@ def write_position(loader: Any, folder: Path, index: int) -> list[str]:
 
 def _made(loader: Any) -> dict[str, Any]:
     """What must be the same for a position to mean the same rows."""
-    made = {"processes": rank_and_size()[1], "cp_size x tp_size": ranks_per_row(), "workers": loader.num_workers}
+    made = {"processes": rank_and_size()[1], shared_rows(" x "): ranks_per_row(), "workers": loader.num_workers}
     return made | {"loader": type(loader).__name__, "stream": _structure(loader.base_dataloader.dataset)}
 
 

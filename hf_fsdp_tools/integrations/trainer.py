@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
@@ -587,19 +588,19 @@ def _refuse_counted_again(trainer: Any) -> None:
     """Refuse what would count the rows that several ranks share once for each of them."""
     if "get_tp_size" not in Trainer.compute_loss.__code__.co_names:
         raise ConfigError(
-            f"The Trainer of transformers {transformers.__version__} multiplies losses by cp_size "
-            "and tp_size (transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
+            f"The Trainer of transformers {transformers.__version__} multiplies losses by {shared_rows(' and ')} "
+            "(transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
         )
     if not trainer.args.average_tokens_across_devices:
         raise ConfigError(
-            "With cp_size or tp_size, set average_tokens_across_devices=True: tokens are counted over all ranks."
+            f"With {shared_rows()}, set average_tokens_across_devices=True: tokens are counted over all ranks."
         )
     if any(hasattr(trainer, name) for name in REWARDING):
         raise ConfigError(
-            f"{type(trainer).__name__} counts the completions of each process for itself, and with cp_size or tp_size "
-            "would compare texts with copies of themselves. Leave both out; ep_size shares no rows."
+            f"{type(trainer).__name__} counts the completions of each process for itself, and with {shared_rows()} "
+            "would compare texts with copies of themselves. Leave them out; other degrees share no rows."
         )
     if trainer.args.eval_use_gather_object:
         raise ConfigError(
-            "With cp_size or tp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once."
+            f"With {shared_rows()}, leave eval_use_gather_object out: rows are gathered as tensors, each once."
         )
