@@ -27,8 +27,9 @@ from pathlib import Path
 
 from models import CONFIGS
 
-from hf_fsdp_tools.cli.launch import commands_of, recipes
+from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.main import main as hf_fsdp
+from hf_fsdp_tools.scripting.recipes import commands_of
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "records"
@@ -66,7 +67,7 @@ def main() -> int:
 def block(kind: str, command: str) -> str:
     """The block for one command, as it is typed, and what it prints or printed; or the commands of all recipes."""
     if kind == "commands":
-        return "\n".join(["```bash", *map(commands_of, recipes().values()), "```", ""])
+        return "\n".join(["```bash", *map(commands_of, recipes()), "```", ""])
     lines = (printed if kind == "prints" else recorded)(command)
     return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
 

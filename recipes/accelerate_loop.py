@@ -19,11 +19,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_fsdp_tools import ConfigError, Muon, describe_sharding, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.scripting import check_before_loading, load_splits, make_demo, parse_arguments, run
 
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name roneneldan/TinyStories --max_length 512",
-    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name roneneldan/TinyStories --max_length 512",
-}
-
 
 @dataclass
 class Arguments:
@@ -52,9 +47,7 @@ class Arguments:
 
 def main() -> None:
     # 1. The settings and the data
-    demo = {"max_steps": 180, "learning_rate": 2e-3, "max_length": 192}
-    defaults = {"output_dir": Arguments.output_dir}  # the next run goes to the next number
-    (args,) = parse_arguments(Arguments, defaults=defaults, demo=demo, columns=("text",))
+    (args,) = parse_arguments(Arguments, recipe="accelerate-loop")
     parts, steps, folder = args.gradient_accumulation_steps, args.max_steps, args.output_dir
     each = GradientAccumulationPlugin(parts, sync_with_dataloader=False, sync_each_batch=True)
     accelerator = make_accelerator(gradient_accumulation_plugin=each, log_with=args.log_with, project_dir=folder)

@@ -6,33 +6,13 @@ processes the accuracy rises from a third to three quarters, and the loss falls 
 Rows have a text and its class, a name or a whole number. With LoRA the head is trained and saved too.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, TrainingArguments
 from transformers import Trainer as PlainTrainer
-from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
-"""The learning rate is usual for such a head; by the task type PEFT trains and saves it next to the adapter."""
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5",
-}
-
-DEMO = {"num_train_epochs": 2, "learning_rate": 1e-3, "max_length": 192}
-
-
-@dataclass
-class DataArguments(ScriptArguments):
-    """TRL's options for data, and what becomes of it."""
-
-    max_length: int = field(default=512, metadata={"help": "Tokens at which a text is cut."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, PlainTrainer):
@@ -41,19 +21,7 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        DataArguments,
-        TrainingArguments,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        columns=("text", "label"),
-    )
-    for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
-        setattr(training, name, getattr(script, name))
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "classes")
+    script, training, model_args, accelerator = scripting.start("classify", scripting.DataArguments, TrainingArguments)
     data, held_out = scripting.load_splits(script, training, columns=[{"text", "label"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -99,7 +67,9 @@ def main() -> Trainer:
     return trainer
 
 
-def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
+def class_names(
+    script: scripting.DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None
+) -> list[str]:
     """The names of the classes: those that the dataset declares, else its labels in order."""
     label = script.column_names.get("label") or "label"  # as the user calls it
     where = f"Column {label!r} of {script.dataset_name!r}"

@@ -16,19 +16,7 @@ import datasets
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import DistillationConfig, DistillationTrainer, ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/distill"}
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --teacher_model_name_or_path Qwen/Qwen3-4B "
-    "--dataset_name trl-lib/tldr --use_peft --per_device_train_batch_size 4",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-1.7B --teacher_model_name_or_path Qwen/Qwen3-32B "
-    "--dataset_name trl-lib/tldr --learning_rate 1e-6 --per_device_train_batch_size 4",
-}
-
-DEMO = {"max_steps": 150, "learning_rate": 3e-3, "beta": 0.0, "max_completion_length": 32}
-DEMO |= {"per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 0.25}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, DistillationTrainer):
@@ -37,18 +25,8 @@ class Trainer(FSDPTrainerMixin, DistillationTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        ScriptArguments,
-        DistillationConfig,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        adapter_learning_rate=1e-5,
-        columns=("prompt",),
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "beginnings")
+    script, training, model_args, accelerator = scripting.start("distill", ScriptArguments, DistillationConfig)
+    if model_args.is_demo:
         training.teacher_model_name_or_path = str(Path(model_args.model_name_or_path).with_name("teacher"))
     tokenizer = scripting.load_tokenizer(model_args, training)
     data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}], tokenizer=tokenizer)

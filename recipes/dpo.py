@@ -11,16 +11,7 @@ count its forward pass, a third of the time. `--precompute_ref_log_probs` runs i
 import datasets
 from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --use_peft "
-    "--per_device_train_batch_size 1",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 5e-7 "
-    "--per_device_train_batch_size 2 --gradient_checkpointing true",
-}
-
-DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 256}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, DPOTrainer):
@@ -29,18 +20,7 @@ class Trainer(FSDPTrainerMixin, DPOTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        ScriptArguments,
-        DPOConfig,
-        scripting.ModelArguments,
-        defaults={"output_dir": "outputs/dpo"},
-        demo=DEMO,
-        adapter_learning_rate=5e-6,
-        columns=("prompt", "chosen", "rejected"),
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
+    script, training, model_args, accelerator = scripting.start("dpo", ScriptArguments, DPOConfig)
     tokenizer = scripting.load_tokenizer(model_args, training)
     data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}], tokenizer=tokenizer)
 

@@ -24,23 +24,8 @@ except ModuleNotFoundError as error:
 from transformers import AutoModel
 from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, make_accelerator, scripting
+from hf_fsdp_tools import ConfigError, scripting
 from hf_fsdp_tools.integrations.embedders import EmbedderMixin, load_embedder
-
-DEFAULTS = {"output_dir": "outputs/embed", "lora_task_type": "FEATURE_EXTRACTION", "batch_sampler": "no_duplicates"}
-DEFAULTS |= {"dataloader_drop_last": True}
-"""A text that belongs to two of a batch would be a wrong negative of one; and all processes need as many rows."""
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-Embedding-4B --dataset_name sentence-transformers/gooaq --use_peft "
-    "--dataset_columns question,answer --max_length 256 --per_device_train_batch_size 32",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-Embedding-8B --dataset_name sentence-transformers/gooaq "
-    "--dataset_columns question,answer --max_length 256 --per_device_train_batch_size 64 --learning_rate 1e-5 "
-    "--gradient_checkpointing true",
-}
-
-DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "temperature": 0.1, "max_length": 96}
-DEMO |= {"per_device_train_batch_size": 16}
 
 
 @dataclass
@@ -63,15 +48,9 @@ def main() -> Trainer:
     warnings.filterwarnings("ignore", message="torch.distributed.nn.functional.all_gather is deprecated")
 
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        DataArguments, TrainingArguments, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
-    )
-    training.max_length = script.max_length
+    script, training, model_args, accelerator = scripting.start("embed", DataArguments, TrainingArguments)
     if model_args.merge_adapters:
         raise ConfigError("--merge_adapters: merge later, hf-fsdp export BASE OUT --adapter ADAPTER.")
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "pairs")
     columns = [name for name in script.dataset_columns.split(",") if name]
     data, held_out = (
         part and part.select_columns(columns)

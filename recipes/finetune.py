@@ -13,18 +13,7 @@ import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
-from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/Capybara --per_device_train_batch_size 1 "
-    "--use_peft --lora_target_modules all-linear --learning_rate 2e-4 --packing true --torch_compile true",
-    "1x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 "
-    "--per_device_train_batch_size 1 --gradient_accumulation_steps 64 --use_peft --lora_target_modules all-linear",
-    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 "
-    "--per_device_train_batch_size 1 --gradient_accumulation_steps 8 --learning_rate 1e-5",
-}
-
-DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "max_length": 192}
+from hf_fsdp_tools import FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, SFTTrainer):
@@ -33,17 +22,7 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> None:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        ScriptArguments,
-        SFTConfig,
-        scripting.ModelArguments,
-        defaults={"output_dir": "outputs/finetune"},
-        demo=DEMO,
-        columns=("text", "messages", "prompt", "completion"),
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
+    script, training, model_args, accelerator = scripting.start("finetune", ScriptArguments, SFTConfig)
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]
     tokenizer = scripting.load_tokenizer(model_args, training)
     data, held_out = scripting.load_splits(script, training, columns=columns, tokenizer=tokenizer)

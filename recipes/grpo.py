@@ -17,16 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, scripting
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward "
-    "--use_peft --per_device_train_batch_size 8 --gradient_checkpointing true",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/DeepMath-103K --reward_funcs accuracy_reward "
-    "--learning_rate 1e-6 --per_device_train_batch_size 8 --gradient_checkpointing true",
-}
-
-DEMO = {"num_train_epochs": 1, "learning_rate": 2e-3, "per_device_train_batch_size": 16, "max_completion_length": 16}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, scripting
 
 
 class Trainer(FSDPTrainerMixin, GRPOTrainer):
@@ -41,24 +32,13 @@ def keywords(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def main() -> Trainer:
     # 1. The settings, the data and the rewards
-    script, training, model_args = scripting.parse_arguments(
-        GRPOScriptArguments,
-        GRPOConfig,
-        scripting.ModelArguments,
-        defaults={"output_dir": "outputs/grpo"},
-        demo=DEMO,
-        adapter_learning_rate=1e-5,
-        columns=("prompt",),
-    )
-    accelerator = make_accelerator(training)
-    is_demo = model_args.model_name_or_path is None
-    if is_demo:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "prompts")
+    script, training, model_args, accelerator = scripting.start("grpo", GRPOScriptArguments, GRPOConfig)
     tokenizer = scripting.load_tokenizer(model_args, training)
     data, held_out = scripting.load_splits(script, training, columns=[{"prompt"}], tokenizer=tokenizer)
 
     # 2. Checks of what would fail later
-    rewards = [keywords] if is_demo else scripting.load_rewards(script, data.column_names or next(iter(data)))
+    columns = data.column_names or next(iter(data))
+    rewards = [keywords] if model_args.is_demo else scripting.load_rewards(script, columns)
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
     check_online(script, rewards)
 

@@ -16,19 +16,7 @@ from dataclasses import dataclass, field
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/pretrain", "packing": True, "packing_strategy": "bfd_split", "shuffle_dataset": True}
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name HuggingFaceFW/fineweb-edu --dataset_config "
-    "sample-10BT --dataset_streaming true --max_steps 10000 --max_length 4096 --per_device_train_batch_size 1",
-    "8x80gb": "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name HuggingFaceFW/fineweb-edu --dataset_config "
-    "sample-10BT --dataset_streaming true --max_steps 10000 --max_length 4096 --per_device_train_batch_size 1 "
-    "--learning_rate 1e-5",
-}
-
-DEMO = {"dataset_streaming": True, "max_steps": 400, "learning_rate": 2e-3, "max_length": 192}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, scripting
 
 
 @dataclass
@@ -46,12 +34,8 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> None:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO, columns=("text",)
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
+    kinds = (ScriptArguments, SFTConfig, PretrainArguments)
+    script, training, model_args, accelerator = scripting.start("pretrain", *kinds)
     data, held_out = scripting.load_splits(script, training, columns=[{training.dataset_text_field}])
     tokenizer = scripting.load_tokenizer(model_args, training)
 

@@ -10,19 +10,7 @@ longer than `--max_length` are left out. With LoRA the head is trained too, and 
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer, ScriptArguments
 
-from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/reward", "lora_task_type": "SEQ_CLS"}
-"""The task type by which PEFT trains and saves the new head next to the adapter."""
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --use_peft "
-    "--per_device_train_batch_size 1",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --learning_rate 1e-5 "
-    "--per_device_train_batch_size 2",
-}
-
-DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 512}
+from hf_fsdp_tools import FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, RewardTrainer):
@@ -31,17 +19,7 @@ class Trainer(FSDPTrainerMixin, RewardTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        ScriptArguments,
-        RewardConfig,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        columns=("prompt", "chosen", "rejected"),
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
+    script, training, model_args, accelerator = scripting.start("reward", ScriptArguments, RewardConfig)
     tokenizer = scripting.load_tokenizer(model_args, training)
     data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}], tokenizer=tokenizer)
 

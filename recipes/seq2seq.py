@@ -25,33 +25,18 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
-from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/seq2seq", "lora_task_type": "SEQ_2_SEQ_LM", "predict_with_generate": True}
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path google/flan-t5-xl --dataset_name knkarthick/samsum --prompt_column dialogue "
-    "--completion_column summary --source_prefix 'summarize: ' --use_peft",
-    "8x80gb": "--model_name_or_path facebook/nllb-200-3.3B --dataset_name Helsinki-NLP/opus_books --dataset_config "
-    "de-en --prompt_column translation.de --completion_column translation.en --source_lang deu_Latn "
-    "--target_lang eng_Latn",
-}
-
-DEMO = {"num_train_epochs": 4, "learning_rate": 1e-3, "max_length": 192, "max_target_length": 16}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 
 @dataclass
-class DataArguments(ScriptArguments):
+class TextArguments(scripting.DataArguments):
     """TRL's options for data, and what becomes of it."""
 
-    max_length: int = field(default=512, metadata={"help": "Tokens at which what is read is cut."})
     max_target_length: int = field(default=128, metadata={"help": "Tokens at which what is written is cut."})
     source_prefix: str = field(default="", metadata={"help": "Stands before each prompt, such as T5's task."})
     source_lang: str | None = field(default=None, metadata={"help": "Language read, as the tokenizer names it."})
     target_lang: str | None = field(default=None, metadata={"help": "Language written, likewise."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
 
 class Trainer(FSDPTrainerMixin, Seq2SeqTrainer):
@@ -60,21 +45,8 @@ class Trainer(FSDPTrainerMixin, Seq2SeqTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        DataArguments,
-        Seq2SeqTrainingArguments,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        adapter_learning_rate=5e-4,
-        columns=("prompt", "completion"),
-    )
-    for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
-        setattr(training, name, getattr(script, name))
+    script, training, model_args, accelerator = scripting.start("seq2seq", TextArguments, Seq2SeqTrainingArguments)
     training.generation_max_length = training.generation_max_length or script.max_target_length + 1  # with the start
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "answers")
     data, held_out = scripting.load_splits(script, training, columns=[{"prompt", "completion"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
 
@@ -112,7 +84,7 @@ def main() -> Trainer:
 
 
 def check_reads_and_writes(
-    script: DataArguments, training: Seq2SeqTrainingArguments, model_args: scripting.ModelArguments
+    script: TextArguments, training: Seq2SeqTrainingArguments, model_args: scripting.ModelArguments
 ) -> None:
     """Refuse a model that is no encoder of texts with a decoder, and answers longer than it has positions."""
     name, hub = model_args.model_name_or_path, {"revision": model_args.model_revision}
@@ -131,7 +103,7 @@ def check_reads_and_writes(
         )
 
 
-def languages(script: DataArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def languages(script: TextArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Tell the tokenizer which languages it reads and writes; return with which token the model begins to write."""
     if not hasattr(tokenizer, "src_lang"):
         raise ConfigError(f"--target_lang: {type(tokenizer).__name__} knows no languages. Use --source_prefix.")
@@ -146,7 +118,7 @@ def languages(script: DataArguments, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def encode(
-    rows: Any, script: DataArguments, training: Seq2SeqTrainingArguments, tokenizer: PreTrainedTokenizerBase
+    rows: Any, script: TextArguments, training: Seq2SeqTrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> Any:
     """Tokens of what is read, and as labels those of what is written, in place of the dataset's own columns."""
     end = tokenizer.eos_token_id

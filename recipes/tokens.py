@@ -8,7 +8,6 @@ Rows have a list of words and one of as many classes, names or whole numbers, in
 """
 
 import re
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,29 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers import Trainer as PlainTrainer
-from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/tokens", "learning_rate": 2e-5, "lora_task_type": "TOKEN_CLS"}
-"""The learning rate is usual for such a head; by the task type PEFT trains and saves it next to the adapter."""
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path FacebookAI/xlm-roberta-large --dataset_name lhoestq/conll2003 --max_length 256 "
-    "--per_device_train_batch_size 16",
-    "8x80gb": "--model_name_or_path Qwen/Qwen3-8B --dataset_name lhoestq/conll2003 --max_length 256 "
-    "--learning_rate 1e-5",
-}
-
-DEMO = {"num_train_epochs": 4, "learning_rate": 2e-3, "max_length": 192}
-
-
-@dataclass
-class DataArguments(ScriptArguments):
-    """TRL's options for data, and what becomes of it."""
-
-    max_length: int = field(default=512, metadata={"help": "Tokens at which a sentence is cut."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 
 class Trainer(FSDPTrainerMixin, PlainTrainer):
@@ -52,19 +30,7 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        DataArguments,
-        TrainingArguments,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        columns=("tokens", "tags"),
-    )
-    for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
-        setattr(training, name, getattr(script, name))
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "tags")
+    script, training, model_args, accelerator = scripting.start("tokens", scripting.DataArguments, TrainingArguments)
     columns = [{"tokens", "tags"}, {"tokens", "ner_tags"}]
     data, held_out = scripting.load_splits(script, training, columns=columns)
     tokenizer = scripting.load_tokenizer(model_args, training)
@@ -114,7 +80,7 @@ def tags_of(rows: datasets.Dataset) -> str:
 
 
 def class_names(
-    script: DataArguments,
+    script: scripting.DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     data: datasets.Dataset,
     held_out: datasets.Dataset | None,

@@ -19,19 +19,7 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
-
-DEFAULTS = {"output_dir": "outputs/vision_language", "max_length": 4096}
-"""One image takes hundreds of tokens, thousands where it is cut into tiles."""
-
-COMMANDS = {  # options by launch config, which `--help` prints
-    "1x24gb": "--model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix --use_peft "
-    "--lora_target_modules all-linear --per_device_train_batch_size 1",
-    "8x80gb": "--model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name trl-lib/llava-instruct-mix "
-    "--learning_rate 1e-5 --per_device_train_batch_size 2 --gradient_checkpointing true",
-}
-
-DEMO = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "max_length": 64}
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, scripting
 
 ROWS = 20
 """Rows whose images are put through the processor before the model is loaded."""
@@ -50,17 +38,7 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = scripting.parse_arguments(
-        VisionArguments,
-        SFTConfig,
-        scripting.ModelArguments,
-        defaults=DEFAULTS,
-        demo=DEMO,
-        columns=("image", "messages", "prompt", "completion"),
-    )
-    accelerator = make_accelerator(training)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
+    script, training, model_args, accelerator = scripting.start("vision-language", VisionArguments, SFTConfig)
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
     processor = scripting.load_tokenizer(model_args, training, images=True)
     data, held_out = scripting.load_splits(script, training, columns=columns, tokenizer=processor)

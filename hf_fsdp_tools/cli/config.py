@@ -32,6 +32,7 @@ from hf_fsdp_tools.cli.options import (
 )
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job, Template
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.recipes import RECIPES
 from hf_fsdp_tools.text import printable, quoted
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     if options.recipe is not None and options.output is not None and is_here:
         run_path = options.output.with_suffix(".run.yaml")
         script = ["--config", str(run_path), "--dataset_name", "DATASET"]
-    lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
+    lines = [*str(best).splitlines(), *filter(None, [RECIPES[recipe].note])]
     if not is_here and Path(options.model).exists():
         lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
     if "num_machines" in reasons and config.num_machines > 1:
@@ -275,7 +276,6 @@ def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str)
         )
     from hf_fsdp_tools.foresight.recommend import recommend_config
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.scripting.setups import RECIPES
 
     name = _gpu_name(options)
     if name is None:

@@ -23,6 +23,7 @@ from hf_fsdp_tools.cli.options import (
     progress,
 )
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.recipes import RECIPES
 from hf_fsdp_tools.text import show_bytes, table, within
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def _estimate(options: argparse.Namespace) -> None:
     setup = described(options, explicit_fields(options), options.recipe)
     kwargs = prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
-    from hf_fsdp_tools.scripting.setups import RECIPES
 
     estimates: dict[str, Estimate] = {}
     with progress() as say:

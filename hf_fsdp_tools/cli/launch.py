@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -18,7 +18,8 @@ from typing import Any
 
 from hf_fsdp_tools.cli.options import ANY_ADDRESS, SHOWN, column, decide, filled
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, kind_of_file, no_option, recipe_commands
+from hf_fsdp_tools.scripting.recipes import commands_of, recipe_of
+from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, kind_of_file, no_option
 
 _SHARED = tuple(
     Path(__file__).parents[1] / name for name in ("scripting/arguments.py", "integrations/trainer_settings.py")
@@ -123,13 +124,6 @@ def cpu_words(config: Any) -> list[str]:
     return ["--num_cpu_threads_per_process", str(threads)] if config.use_cpu and threads > 1 else []
 
 
-def commands_of(recipe: Path) -> str:
-    """The commands of a recipe's table, from its source."""
-    body = ast.parse(recipe.read_text(encoding="utf-8")).body
-    values = {ast.unparse(each.targets[0]): each.value for each in body if isinstance(each, ast.Assign)}
-    return recipe_commands(recipe.stem.replace("_", "-"), ast.literal_eval(values["COMMANDS"]))
-
-
 def _classes_of(recipe: Path) -> list[ast.ClassDef]:
     """The classes that a recipe names, and those from which they inherit, as they stand in sources."""
     files = [recipe, *_SHARED]
@@ -139,6 +133,7 @@ def _classes_of(recipe: Path) -> list[ast.ClassDef]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     there = {node.name: node for tree in reversed(trees) for node in tree.body if isinstance(node, ast.ClassDef)}
     names = [name for name in dict.fromkeys(re.findall(r"\w+", files[0].read_text(encoding="utf-8"))) if name in there]
+    names += [] if recipe_of(recipe.stem).options else ["ModelArguments"]  # of `scripting.start`
     for name in names:  # which grows
         bases = (ast.unparse(base).rpartition(".")[2] for base in there[name].bases)
         names += [base for base in bases if base in there and base not in names]
@@ -152,7 +147,8 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
     roots = [node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     if (absent := next((root for root in roots if find_spec(root) is None), None)) is not None:
         raise ConfigError(f"{recipe.stem} needs {absent}: pip install {absent.replace('_', '-')}")
-    known = _options_of(*_classes_of(recipe)).keys() | {f"{name}_column" for name in _columns_in(nodes)} | {"config"}
+    known = _options_of(*_classes_of(recipe)).keys() | {"config"}
+    known |= {f"{name}_column" for name in recipe_of(recipe.stem).columns}
     if "learning_rate" not in known or (accelerate := find_spec("accelerate")) is None:
         return  # a version that has its classes elsewhere: the recipe says it
     launcher = Path(str(accelerate.origin)).with_name("commands") / "launch.py"
@@ -178,34 +174,24 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
             raise ConfigError(f"--config {file}: {no_option(key, known)}")
 
 
-def _columns_in(nodes: Iterable[ast.AST]) -> tuple[str, ...]:
-    """The columns that a recipe's source names to `parse_arguments`."""
-    given = (node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "columns")
-    return next((ast.literal_eval(value) for value in given if isinstance(value, ast.Tuple)), ())
-
-
 def _help_of(recipe: Path) -> str:
     """The docstring of a recipe, its commands and the options that it and this package define, from their source:
     importing TRL, which has all others, takes seconds."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (recipe, *_SHARED)]
+    row, name = recipe_of(recipe.stem), recipe.stem.replace("_", "-")
     about = "options of this recipe, which has those of TRL and transformers too:"
-    lines = [filled(ast.get_docstring(trees[0]) or ""), "", commands_of(recipe), "", about]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    given = {node.arg: node.value for node in nodes if isinstance(node, ast.keyword)}
+    lines = [filled(ast.get_docstring(trees[0]) or ""), "", commands_of(name), "", about]
     known = _options_of(*_classes_of(recipe))
     lines += [column(f"  --{name} ", text) for name, text in _USUAL.items() if name in known]
     own = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list]
     lines += [line for name, line in _options_of(*own).items() if name not in _USUAL]
-    if names := _columns_in(nodes):
-        columns = ", ".join(f"--{name}_column" for name in names)
+    if row.columns:
+        columns = ", ".join(f"--{column}_column" for column in row.columns)
         lines.append(column("  columns ", f"{columns}: what the dataset calls them (docs/data.md)"))
-    (parse,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "parse_arguments")
-    usual = {
-        name.arg: value for name, value in zip(parse.args.kwonlyargs, parse.args.kw_defaults, strict=True) if value
-    }
-    rate = ast.literal_eval(given.get("adapter_learning_rate", usual["adapter_learning_rate"]))
-    lines.append(column("  --use_peft ", f"an adapter (LoRA), with learning rate {rate:g} unless one is given"))
-    return "\n".join([*lines, "", f"all options (some seconds): hf-fsdp {recipe.stem.replace('_', '-')} --help-all"])
+    about = f"an adapter (LoRA), with learning rate {row.rates[1]:g} unless one is given"
+    lines += [column("  --use_peft ", about)] * ("use_peft" in known)
+    lines += ["", f"all options (some seconds): hf-fsdp {name} --help-all"]
+    return "\n".join(lines)
 
 
 def _options_of(*kinds: ast.ClassDef) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.axes import AXES, with_degrees
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.recipes import RECIPES
 from hf_fsdp_tools.text import did_you_mean, terminal_width
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     from hf_fsdp_tools.foresight.setup import TrainingSetup
     from hf_fsdp_tools.modeling.configs import max_positions
     from hf_fsdp_tools.modeling.meta import load_config
-    from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, options_of, setup_of
+    from hf_fsdp_tools.scripting.setups import check_generates, options_of, setup_of
 
     prepare_model(options)
     config = load_config(options.model, trust_remote_code=options.trust_remote_code)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
+    from hf_fsdp_tools.scripting.arguments import DataArguments as DataArguments
     from hf_fsdp_tools.scripting.arguments import ModelArguments as ModelArguments
     from hf_fsdp_tools.scripting.arguments import parse_arguments as parse_arguments
     from hf_fsdp_tools.scripting.checks import check_before_loading as check_before_loading
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
     from hf_fsdp_tools.scripting.running import run as run
+    from hf_fsdp_tools.scripting.running import start as start
     from hf_fsdp_tools.scripting.running import train as train
     from hf_fsdp_tools.scripting.tokenizer import load_tokenizer as load_tokenizer
 else:  # a type checker that saw it would let every name pass
@@ -26,13 +28,13 @@ else:  # a type checker that saw it would let every name pass
 
 
 _NAMES_OF = {
-    "arguments": ("ModelArguments", "parse_arguments"),
+    "arguments": ("DataArguments", "ModelArguments", "parse_arguments"),
     "checks": ("check_before_loading",),
     "data": ("load_splits",),
     "demo": ("make_demo",),
     "losses": ("mean_over_tokens",),
     "rewards": ("load_rewards",),
-    "running": ("finish", "load_model", "run", "train"),
+    "running": ("finish", "load_model", "run", "start", "train"),
     "tokenizer": ("load_tokenizer",),
 }
 

@@ -12,14 +12,14 @@ from functools import partial
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from huggingface_hub import get_token
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig, ScriptArguments, TrlParser
 
 from hf_fsdp_tools import TrainerSettings
 from hf_fsdp_tools.accelerator import find_accelerator
@@ -28,7 +28,21 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.extensions.muon.muon import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.formats import column_options
+from hf_fsdp_tools.scripting.recipes import recipe_of
 from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, first_line, first_lines, no_option, recipe_commands
+
+
+@dataclass
+class DataArguments(ScriptArguments):  # type: ignore[misc]  # trl is not typed
+    """TRL's options for data, and two of TRL's trainers that those of transformers lack.
+
+    Example:
+        >>> DataArguments(dataset_name="rows.jsonl").max_length
+        512
+    """
+
+    max_length: int = field(default=512, metadata={"help": "Tokens at which a row is cut."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
 
 @dataclass
@@ -67,6 +81,8 @@ class ModelArguments(ModelConfig, TrainerSettings):  # type: ignore[misc]  # trl
     """Rows to train on, once `check_before_loading` has seen them; None for a stream."""
     others: tuple[Any, ...] = field(default=(), init=False, repr=False)
     """What `parse_arguments` has returned next to this one, likewise."""
+    is_demo: bool = field(default=False, init=False)
+    """Whether `start` has made model and data, as nobody gave a model."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
@@ -101,10 +117,11 @@ _EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05, "restore_callback_
 
 def parse_arguments(
     *dataclasses: type,
+    recipe: str = "",
     defaults: Mapping[str, Any] | None = None,
     demo: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
-    adapter_learning_rate: float = 2e-4,
+    adapter_learning_rate: float | None = None,
 ) -> tuple[Any, ...]:
     """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
 
@@ -115,10 +132,11 @@ def parse_arguments(
     with `--disable_tqdm`, libraries show no bars. `--help` begins with docstring and `COMMANDS` of the running script.
 
     `defaults` of this recipe go before those of the dataclasses; `demo` has those where neither the command line nor
-    the file names a model. With `--use_peft`, `adapter_learning_rate` holds where nobody gives a learning rate, for
-    adapters want about ten times that of all parameters. Each name of `columns` ("text", "prompt", …) makes an option
-    (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. Each process calls it for
-    itself, and the result is the same on all. `TrainingArguments` start the process group.
+    the file names a model. With `--use_peft`, `adapter_learning_rate` (2e-4) holds where nobody gives a learning rate,
+    for adapters want about ten times that of all parameters. Each name of `columns` ("text", "prompt", …) makes an
+    option (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. With `recipe`, the
+    name of one of the package ("dpo"), these and the commands are its own, unless they are given. Each process calls it
+    for itself, and the result is the same on all. `TrainingArguments` start the process group.
 
     Raises:
         ConfigError: an option or key is unknown (with the nearest name), a value has the wrong type, options
@@ -131,6 +149,10 @@ def parse_arguments(
         >>> script.dataset_name, training.max_steps, training.learning_rate
         ('rows.jsonl', 2, 0.0001)
     """
+    own = recipe_of(recipe)
+    folder = {"output_dir": f"outputs/{recipe.replace('-', '_')}"} if recipe else {}
+    defaults = folder | dict(own.defaults) | dict(defaults or {})
+    columns, rate = columns or own.columns, adapter_learning_rate or own.rates[1]
     kinds = (*dataclasses, *((column_options(columns),) if columns else ()))
     parser = _Parser(kinds, allow_abbrev=True, formatter_class=_Help)
     on_cpu = find_accelerator() is None
@@ -138,13 +160,14 @@ def parse_arguments(
     machine: dict[str, Any] = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
     if not on_cpu:
         machine["accelerator_config"] = {"non_blocking": True}  # the host does not wait for a batch that is copied
-    recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
-    parser.set_defaults_with_config(**recipe)
+    usual = _RECIPE_DEFAULTS | machine | defaults
+    parser.set_defaults_with_config(**usual)
+    parser.commands = own.commands
     default_length = parser.get_default("max_length")  # before the file's values become defaults
     for action in parser._actions:
         if action.dest == "use_peft":
-            action.help = f"{action.help} The learning rate is then {adapter_learning_rate:g}, unless one is given."
-    parsed = parser.parse(_DEMO | dict(demo or {}), {"learning_rate": adapter_learning_rate})
+            action.help = f"{action.help} The learning rate is then {rate:g}, unless one is given."
+    parsed = parser.parse(_DEMO | dict(demo or own.demo_options), {"learning_rate": rate})
     chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
@@ -154,8 +177,8 @@ def parse_arguments(
             one.default_max_length = default_length
             one.others = tuple(other for other in parsed if other is not one)
         if hasattr(one, "resume_from_checkpoint"):
-            _complete(one, str(recipe.get("output_dir")))
-    task_type = str(recipe.get("lora_task_type", "CAUSAL_LM"))
+            _complete(one, str(usual.get("output_dir")))
+    task_type = str(usual.get("lora_task_type", "CAUSAL_LM"))
     _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given], task_type)
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):  # bars fill a log file with a line for each moment
         import datasets
@@ -197,6 +220,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
+
+    commands: Mapping[str, str] = MappingProxyType({})
+    """Those of the recipe's row."""
 
     def parse(self, demo: dict[str, Any], adapter: dict[str, Any]) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
@@ -278,7 +304,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             formatter.add_arguments(actions)
             formatter.end_section()
         script = sys.modules["__main__"]
-        commands = recipe_commands(Path(self.prog).stem.replace("_", "-"), getattr(script, "COMMANDS", {}))
+        commands = recipe_commands(Path(self.prog).stem.replace("_", "-"), getattr(script, "COMMANDS", self.commands))
         usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
         return "\n\n".join([usage, (script.__doc__ or "").strip(), commands, formatter.format_help()])
 

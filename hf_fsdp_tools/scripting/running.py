@@ -33,9 +33,12 @@ from hf_fsdp_tools import TrainerSettings
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.scripting.arguments import ModelArguments, parse_arguments
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
+from hf_fsdp_tools.scripting.demo import make_demo
 from hf_fsdp_tools.scripting.progress import Progress
-from hf_fsdp_tools.scripting.setups import RECIPES, check_generates, estimate_of
+from hf_fsdp_tools.scripting.recipes import RECIPES
+from hf_fsdp_tools.scripting.setups import check_generates, estimate_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
 from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
 
@@ -44,6 +47,33 @@ _estimate: dict[str, Any] | None = None  # That of the model that was loaded, on
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
+
+
+def start(recipe: str, script: type, training: type, model_args: type | None = None) -> tuple[Any, Any, Any, Any]:
+    """What a recipe begins with: its arguments, an Accelerator, and model and data of the demo where no model is given.
+
+    `recipe` is the name of one of the package ("dpo"), whose options, columns and demo these are; the others are
+    dataclasses as of `parse_arguments`, by default with `ModelArguments`. Returns (script, training, model_args,
+    accelerator). What a dataclass of the script has for TRL's trainers (`max_length`, `trust_remote_code`), the
+    arguments of others are given. Every rank must call; errors are those of `parse_arguments` and `make_demo`.
+
+    Example:
+        >>> script, training, model_args, accelerator = start("finetune", ScriptArguments, SFTConfig)
+        >>> script.dataset_name, model_args.is_demo
+        ('rows.jsonl', False)
+    """
+    from hf_fsdp_tools import make_accelerator
+
+    parsed = parse_arguments(script, training, model_args or ModelArguments, recipe=recipe)
+    of_script, of_training, of_model = parsed
+    for name in ("max_length", "trust_remote_code"):
+        if hasattr(of_script, name) and not hasattr(of_training, name):
+            setattr(of_training, name, getattr(of_script, name))
+    accelerator = make_accelerator(of_training)
+    if of_model.model_name_or_path is None:
+        of_model.is_demo = True
+        of_model.model_name_or_path, of_script.dataset_name = make_demo(accelerator, RECIPES[recipe].demo)
+    return of_script, of_training, of_model, accelerator
 
 
 def load_model(

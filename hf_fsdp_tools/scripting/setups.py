@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.modeling.configs import model_class
+from hf_fsdp_tools.scripting.recipes import RECIPES
 from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.text import comment
 
@@ -24,51 +25,6 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.memory import MemoryEstimate
 
 DEFAULT_RECIPE = "finetune"
-
-_CLASSIFIER = "AutoModelForSequenceClassification"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What a recipe makes of its options, as far as memory and time depend on it."""
-
-    auto_class: str | None = None  # None: the class that the config names
-    rows: int = 1  # In each example
-    lengths: tuple[str, ...] = ("max_length",)
-    """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
-    fields: dict[str, Any] = field(default_factory=lambda: {"images": 0})
-    """Of `TrainingSetup`, which no option changes; most recipes train on text alone."""
-    options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
-    frozen: str = ""  # The option for a model next to the one that is trained
-    rates: tuple[float, float] = (1e-5, 2e-4)
-    """Learning rates of all parameters and of an adapter to begin with. (usual values; none is searched)"""
-    note: str = ""  # What an estimate leaves out
-
-
-_WRITES: dict[str, Any] = {"lengths": ("max_completion_length",), "rates": (1e-6, 1e-5)}
-_WRITES["note"] = "not counted: what writes the texts (keys and values, weights that stay gathered), and its time"
-
-_OF_LOOP: tuple[str, ...] = ("model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "optim")
-_OF_LOOP += ("gradient_accumulation_steps",)
-
-RECIPES = {
-    "accelerate-loop": Recipe(
-        fields={"images": 0, "loss": "full", "sync_each_batch": True}, options=_OF_LOOP, rates=(2e-5, 2e-5)
-    ),
-    "classify": Recipe(auto_class=_CLASSIFIER),
-    "distill": Recipe(**_WRITES, frozen="teacher_model_name_or_path"),
-    "dpo": Recipe(rows=2, rates=(5e-7, 5e-6)),
-    "embed": Recipe(auto_class=_CLASSIFIER, rows=2),  # whose small head stands for the mean of the tokens
-    "finetune": Recipe(),
-    "grpo": Recipe(**_WRITES, frozen="reward_model_name_or_path"),
-    "pretrain": Recipe(),
-    "reward": Recipe(auto_class=_CLASSIFIER, rows=2),
-    "seq2seq": Recipe(
-        auto_class="AutoModelForSeq2SeqLM", lengths=("max_length", "max_target_length"), rates=(1e-4, 5e-4)
-    ),
-    "tokens": Recipe(auto_class="AutoModelForTokenClassification", rates=(2e-5, 2e-4)),
-    "vision-language": Recipe(auto_class="AutoModelForImageTextToText", fields={}),
-}
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -129,7 +85,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         "loss": None,
     }
     recomputes = bool(machine.get("activation_checkpointing") or get("gradient_checkpointing"))
-    return TrainingSetup(**(machine | values | {"activation_checkpointing": recomputes} | own.fields))
+    return TrainingSetup(**(machine | values | {"activation_checkpointing": recomputes} | dict(own.fields)))
 
 
 def check_generates(config: Any, name: str, *, trust_remote_code: bool = False) -> None:

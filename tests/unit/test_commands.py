@@ -17,11 +17,10 @@ pytest.importorskip("trl")
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.launch import commands_of
 from hf_fsdp_tools.cli.main import _parser
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
-from tests.api import _Parser, main, named_config, recipes, split_words
+from tests.api import _Parser, commands_of, main, named_config, recipes, split_words
 from tests.unit.test_setups import parsed
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -125,7 +124,7 @@ def test_shell_blocks_are_shell(page):
 
 def shown() -> dict[str, list[str]]:
     """The commands of the tables as `--help` and docs/recipes.md show them, by recipe and launch config."""
-    lines = [line for path in recipes().values() for line in commands_of(path).replace("\\\n", " ").splitlines()]
+    lines = [line for name in recipes() for line in commands_of(name).replace("\\\n", " ").splitlines()]
     words = [shlex.split(line)[1:] for line in lines if not line.startswith("#")]
     return {f"{recipe}-{config}": [recipe, option, config, *rest] for recipe, option, config, *rest in words}
 
@@ -134,11 +133,11 @@ SHOWN = shown()
 
 
 def test_every_recipe_has_commands_for_one_gpu_and_for_eight_which_help_and_pages_show(capsys):
-    for name, path in recipes().items():
+    for name in recipes():
         configs = [words[2] for words in SHOWN.values() if words[0] == name.replace("_", "-")]
         assert "8x80gb" in configs and {"1x24gb", "1x80gb"} & set(configs), name
-        assert commands_of(path) in TEXTS["docs/recipes.md"], "python docs/paste.py"
-        assert main([name.replace("_", "-"), "--help"]) == 0 and commands_of(path) in capsys.readouterr().out
+        assert commands_of(name) in TEXTS["docs/recipes.md"], "python docs/paste.py"
+        assert main([name.replace("_", "-"), "--help"]) == 0 and commands_of(name) in capsys.readouterr().out
     rows = re.findall(r"^\| one GPU .*`hf-fsdp (.*?)` \|$", TEXTS["README.md"], re.MULTILINE)
     assert rows and all(shlex.split(row) in SHOWN.values() for row in rows)
 

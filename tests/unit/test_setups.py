@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from hf_fsdp_tools import LaunchConfig, TrainingSetup
-from hf_fsdp_tools.scripting import arguments
+from hf_fsdp_tools.scripting import arguments, running
 from tests._dist import imitate_gpus
 from tests.api import RECIPES, named_config, recipes, setup_of
 from tests.unit.test_cli import run
@@ -58,6 +58,7 @@ def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> 
     on_cpu = ["--use_cpu", "true"] * (recipe != "accelerate-loop")
     with monkeypatch.context() as patched, pytest.raises(ParsedError) as found:
         patched.setattr(arguments, "parse_arguments", noted)
+        patched.setattr(running, "parse_arguments", noted)
         patched.setattr(TrainingArguments, "world_size", property(lambda _: world_size))  # GRPO counts with it
         patched.setattr(sys, "argv", [recipe, *words, *on_cpu])
         runpy.run_path(str(recipes()[recipe.replace("-", "_")]))["main"]()
