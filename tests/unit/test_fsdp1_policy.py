@@ -12,7 +12,7 @@ from hf_fsdp_tools import WrapPolicy
 from hf_fsdp_tools.extensions.fsdp1.flat_shards import FlatShare
 from hf_fsdp_tools.steps import WrapPlanError, make_wrap_plan
 from tests._checkpoints import make_model
-from tests.api import hybrid_auto_wrap_policy
+from tests.api import Held, hybrid_auto_wrap_policy
 from tests.unit.test_blocks import Model
 from tests.unit.test_wrap import RunningBlock
 
@@ -83,7 +83,7 @@ def test_boxes_of_a_flat_share_are_its_run(shape):
         for stop in range(start, count + 1):
             run = whole.view(-1)[start:stop]
             share = FlatShare(whole.shape, run, start, requires_grad=False, is_first_replica=True)
-            boxes = [box for box, _ in share.local_boxes()]
+            boxes = [box for box, _ in Held.of(share).boxes]
             parts = [whole[tuple(slice(s, s + n) for s, n in zip(b.start, b.length, strict=True))] for b in boxes]
             assert [x for part in parts for x in part.flatten().tolist()] == list(range(start, stop))
             assert len(boxes) <= 2 * max(len(shape), 1) - 1, "few boxes, whatever the range"
