@@ -494,7 +494,7 @@ def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size
         if dist.get_rank() == 0:
             warn(
                 f"Whether whole weights of {type(model).__name__} see a part alone (tp_size {tp_size}) is not known, "
-                f"as it does not run without data ({first_line(error)}). hf-fsdp prove compares it with one process."
+                f"as it does not run without data ({first_line(error)}). hf-fsdp verify compares it with one process."
             )
         return []
     twin = copy_on_meta(model)

@@ -120,7 +120,7 @@ class MemoryEstimate(Report):
             lines.append(f"fits the GPU's {show_bytes(limit)} slowly: each step, the allocator gives {spare} back")
         else:
             is_barely = self.spare_bytes < MARGIN * limit
-            less = f", less than the {MARGIN:.0%} that `hf-fsdp config` leaves" * is_barely
+            less = f", less than the {MARGIN:.0%} that `hf-fsdp search` leaves" * is_barely
             lines.append(f"fits{' barely' * is_barely}: {spare} of the GPU's {show_bytes(limit)} are spare{less}")
         if cached > WASTED * limit and (saved := self.peak_reserved - self.peak_expandable) > WASTED * limit:
             lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")

@@ -28,9 +28,9 @@ SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
 GAIN = 0.04
-"""Relative gain in speed below which settings count as equally fast: what takes less memory wins, then what changes less.
-(ten pairs of published trainings that differ in settings alone: the estimated ratio of their speeds is off by 3.6 % in the
-mean, 3.1 % in the median, docs/foresight.md)"""
+"""Relative gain in speed below which settings count as equally fast: what takes less memory wins, then what changes
+less. (ten pairs of published trainings that differ in settings alone: the estimated ratio of their speeds is off by
+3.6 % in the mean, 3.1 % in the median)"""
 TOKENS = 2**18
 """Tokens of an optimizer step where none are asked for. (assumed; published fine-tunings take 65 K (Alpaca: 128 × 512)
 to 524 K (Tülu 3: 128 × 4,096))"""
@@ -130,7 +130,7 @@ class Search:
         fitting, plain = self.fitting, TrainingSetup()
         most = max((rate(*each) for each in fitting), default=0.0)
         near = [each for each in fitting if rate(*each) * (1 + GAIN) >= most]
-        return min(near, key=lambda each: (each[1].peak_bytes, len(_changes(each[0], plain)), -rate(*each)), default=None)
+        return min(near, key=lambda one: (one[1].peak_bytes, len(_changes(one[0], plain)), -rate(*one)), default=None)
 
     def run(self) -> Priced | None:
         """Look at one way to make it fit after the other, from that which changes least, until one does."""
@@ -155,7 +155,7 @@ class Search:
         return self.best()
 
     def _kinds(self) -> Iterator[TrainingSetup]:
-        """Yield the training as it is asked for, with compiled blocks; then with weights, or optimizer, that take less."""
+        """Yield the training as it is asked for, compiled; then with weights, or optimizer, that take less."""
         setup, is_bf16 = self.setup, self.setup.mixed_precision == "bf16"
         setup = setup if "compile" in self.fixed else replace(setup, compile=True)
         yield setup
@@ -454,7 +454,8 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
         return "nothing but other micro-batches" if len(search.fitting) > 1 else "nothing else fits"
     one, price = max(others, key=lambda each: rate(*each))
     loss = 1 - rate(one, price) / rate(best, cost)
-    speed = f"{_percent(loss)} slower" if loss > GAIN else f"as fast (within {_percent(GAIN)}, the error of a comparison)"
+    near = f"as fast (within {_percent(GAIN)}, the error of a comparison)"
+    speed = f"{_percent(loss)} slower" if loss > GAIN else near
     return f"{setting_words(_changes(one, best))}: fits, {speed}, takes {show_bytes(price.peak_bytes)}"
 
 

@@ -50,7 +50,7 @@ RECIPES = {
             "8x80gb": f"{_OF_LLAMA} roneneldan/TinyStories --max_length 512",
         },
         rates=(2e-5, 2e-5),
-        fields={"images": 0, "loss": "full", "sync_each_batch": True},
+        fields={"images": 0, "loss": "full", "sync_each_batch": True, "compile": False},
         options=(
             "model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "optim",
             "gradient_accumulation_steps",
