@@ -134,7 +134,9 @@ def _estimate(options: argparse.Namespace) -> None:
     else:
         time = estimates[setup.wrapping].time
         print(f"\n{within(time, 100)}")
-        if options.tokens:
+        if options.tokens and not time.is_estimated:
+            print("  nor hours and cost")
+        elif options.tokens:
             hours = time.hours(options.tokens)
             cost = ""
             if options.price:

@@ -37,7 +37,7 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trus
 _NOT_TRACED = (
     "num_processes", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "clip_by_last_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype",
-    "reshard_after_forward", "offload_params", "expandable_segments",
+    "reshard_after_forward", "offload_params", "expandable_segments", "untimed",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 _NOT_BUILT = (

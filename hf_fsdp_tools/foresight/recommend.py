@@ -18,7 +18,7 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.forecast import Report, Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup, setting_words
-from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
+from hf_fsdp_tools.foresight.throughput import throughput_of, trainer_kinds
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import show_bytes
@@ -324,7 +324,8 @@ class Recommendation(Report):
         batch = f"{rows:,} = {setup.row_words} x {each} x {steps} steps, "
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
         batch += f": above {MOST_TOKENS:,}, more than most trainings gain from" * (self.tokens_per_step > MOST_TOKENS)
-        kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
+        own = trainer_kinds(setup).items()
+        kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in own)
         loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
