@@ -170,6 +170,7 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     """The fastest settings of a model that fit, and the recipe that trains it with them."""
     if options.model is None:
         raise ConfigError("search NAME: which model? `hf-fsdp init` writes a config for machines alone")
+    from hf_fsdp_tools.foresight.memory import EXPANDABLE
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting import setups
 
@@ -191,7 +192,8 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     script = setups.recipe_words(values)
     if options.recipe is not None and options.output is not None:
         values = setups.run_values(values, best.setup, recipe=recipe)
-        preset = Preset.of(recipe, gpu_named(best.setup.gpu).name, config, values)
+        allocator = EXPANDABLE.partition("=")[2] if best.expandable_bytes else ""
+        preset = Preset.of(recipe, gpu_named(best.setup.gpu).name, allocator, config, values)
         script = ["--dataset_name", "DATASET"]
     return _Answer(
         config=config,
@@ -214,11 +216,11 @@ def _packs(options: argparse.Namespace) -> bool:
 
 def _files(options: argparse.Namespace, answer: _Answer, template: Template | None) -> tuple[str, str, dict[Path, str]]:
     """The YAML, the command that starts with it, and the text of each file that is asked for."""
-    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.foresight.memory import EXPANDABLE
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     config, best, command = answer.config, answer.best, options.command_line
-    start = [EXPANDABLE] if best is not None and best.expandable_bytes else []
+    start = [EXPANDABLE] if best is not None and best.expandable_bytes and answer.preset is None else []
     start += [*answer.start, "--config_file" if answer.preset is None else "--preset", str(options.output or "FILE")]
     for word in (*start, *address_words(config), *answer.script, options.model or ""):
         if printable(word) != word or "\n" in word:

@@ -1,6 +1,7 @@
 """Presets: what a recipe trains and on which GPUs, in one file; `hf-fsdp search` writes them, `--preset` reads them."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,24 +25,26 @@ class Preset:
 
     recipe: str
     gpu: str
+    allocator: str = ""  # PYTORCH_ALLOC_CONF, unless the environment has one
     launch: Mapping[str, Any]
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, recipe: str, gpu: str, config: Any, options: Mapping[str, Any]) -> "Preset":
+    def of(cls, recipe: str, gpu: str, allocator: str, config: Any, options: Mapping[str, Any]) -> "Preset":
         """The preset of a `LaunchConfig`, of which it holds what is no default."""
         usual, given = {each.name: each.default for each in fields(config)}, asdict(config)
         launch = {name: value for name, value in given.items() if value != usual[name]}
         launch = {name: list(value) if isinstance(value, tuple) else value for name, value in launch.items()}
         own = {name: value for name, value in options.items() if name != "dataset_name"}
-        return cls(recipe=recipe, gpu=gpu, launch=launch, options=own)
+        return cls(recipe=recipe, gpu=gpu, allocator=allocator, launch=launch, options=own)
 
     def text(self, notes: Sequence[str]) -> str:
         """The file, with lines of comment above."""
         import yaml
 
         is_packed = self.recipe != "finetune" or "packing" in self.options
-        above = [*map(comment, notes), yaml.safe_dump(asdict(replace(self, options={})), sort_keys=False)]
+        values = {name: value for name, value in asdict(replace(self, options={})).items() if value != ""}
+        above = [*map(comment, notes), yaml.safe_dump(values, sort_keys=False)]
         above[-1] = above[-1].removesuffix("options: {}\n") + _OPTIONS + ("" if is_packed else f"\n{_PACKING}")
         return "\n".join([*above, yaml.safe_dump({"options": dict(self.options)}, sort_keys=False)])
 
@@ -73,6 +76,7 @@ def shipped(folder: str) -> Path:
 
 def taken_preset(words: list[str], recipe: str, launch: Mapping[str, Any]) -> tuple[Preset | None, list[str]]:
     """The preset that a command names, if any, and the recipe's words with its options before the others."""
+    from hf_fsdp_tools.foresight.memory import ALLOCATORS
     from hf_fsdp_tools.scripting.setups import recipe_words
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -96,6 +100,8 @@ def taken_preset(words: list[str], recipe: str, launch: Mapping[str, Any]) -> tu
             f"--preset {given.preset} is for {preset.recipe}, and {recipe} takes other memory. Make one: {again} --gpu "
             f"{preset.gpu} --num-processes {preset.launch['num_processes']} --output FILE.yaml"
         )
+    if preset.allocator and not {*ALLOCATORS} & os.environ.keys():
+        os.environ[ALLOCATORS[0]] = preset.allocator
     if not cpu_or_file:
         _check_machine(given.preset, preset, again, launch["num_processes"])
     return preset, [*recipe_words(dict(preset.options)), *rest]

@@ -1,6 +1,7 @@
 """What a recipe trains with its options, as a `TrainingSetup`, and which options make it train a setup."""
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -104,6 +105,8 @@ def check_generates(config: Any, name: str, *, trust_remote_code: bool = False) 
 
 def machine_of(accelerator: Any) -> dict[str, Any]:
     """The fields of `TrainingSetup` that an Accelerator decides."""
+    from hf_fsdp_tools.foresight.memory import ALLOCATORS
+
     plugin = accelerator.state.fsdp_plugin
     parallelism = accelerator.parallelism_config or plugin.copies
     recompute, precision = plugin.recompute, accelerator.mixed_precision
@@ -118,6 +121,7 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "reshard_after_forward": plugin.reshard_after_forward is not False,
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
+        "expandable_segments": any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATORS),
     }
 
 

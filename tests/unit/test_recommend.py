@@ -213,6 +213,22 @@ def test_settings_are_compared_with_the_error_of_a_comparison():
     assert not fast.setup.reshard_after_forward and fast.setup.compile and "slower" in fast.next_best
 
 
+def test_what_fits_with_segments_that_grow_alone_is_taken_and_said():
+    """And not given up for what is slower, or offloads."""
+    limit, setup = int(0.9 * GPU), TrainingSetup(num_processes=8)
+
+    def toy(setup):
+        cost = Toy(1e9)(setup)
+        more = not setup.activation_checkpointing and not setup.expandable_segments
+        return replace(cost, peak_bytes=limit + more, expandable_bytes=limit - 10**9 if more else 0)
+
+    best = choose(setup, toy)
+    assert not best.setup.activation_checkpointing and best.expandable_bytes == limit - 10**9
+    lines = " ".join(str(best).split())
+    assert "memory 75.4 GB of 84.9 GB per GPU, 11 % free" in lines
+    assert "without PYTORCH_ALLOC_CONF=expandable_segments:True 76.4 GB" in lines
+
+
 def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
     best = choose(TrainingSetup(num_processes=8, max_length=4096), Toy(activation=8e6))
     assert best.tokens_per_step == 2**18 and best.setup.gradient_accumulation_steps > 1
