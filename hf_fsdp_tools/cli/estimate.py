@@ -203,7 +203,7 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
 def _fits(each: Estimate) -> str:
     if not each.memory.fits:
         return "no"
-    return "yes" if each.memory.spare_bytes >= 0 else "slowly"
+    return "yes" if each.memory.spare_bytes >= 0 else "if expandable"
 
 
 def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:

@@ -61,7 +61,9 @@ def sized(config: LlamaConfig, num_bytes: int) -> MemoryEstimate:
     return estimate_memory(config, num_processes=8, gpu=gpu, per_device_train_batch_size=2, max_length=512, loss="full")
 
 
-def test_a_full_gpu_needs_segments_that_grow_and_a_fuller_one_stops(config: LlamaConfig, estimate: MemoryEstimate) -> None:
+def test_a_full_gpu_needs_segments_that_grow_and_a_fuller_one_stops(
+    config: LlamaConfig, estimate: MemoryEstimate
+) -> None:
     outside = estimate.total - estimate.peak_reserved
     exact = sized(config, estimate.total)
     assert exact.fits and exact.spare_bytes == 0
