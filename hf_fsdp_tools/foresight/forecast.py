@@ -97,9 +97,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
             kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
             plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
             held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
-            frozen_bytes = sum(each.nbytes for some in held for each in some)
-            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
-            trace = replace(trace, frozen_bytes=frozen_bytes, notes=notes)
+            trace = replace(trace, frozen_bytes=sum(each.nbytes for some in held for each in some))
         return plan, loss, trace
 
     own = (setup.is_plain, *key(source, _NOT_TRACED))

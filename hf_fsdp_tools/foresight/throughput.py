@@ -185,7 +185,8 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     steps = setup.gradient_accumulation_steps
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), has_experts=trace.has_experts)
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency)
-    untimed, notes = setup.untimed or ", ".join(setup.frozen_models), trace.notes
+    passes = f"the passes of {', '.join(setup.frozen_models)}" if setup.frozen_models else ""
+    untimed, notes = setup.untimed or passes, trace.notes
     notes += (_SHARED,) if setup.shares else ()
     notes += (_OFFLOADED,) if setup.offload_params else ()
     notes += (_CLIPPED,) if setup.offload_params and _waits_for_norm(setup) else ()
