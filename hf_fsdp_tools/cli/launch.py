@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.options import ANY_ADDRESS, SHOWN, column, decide, filled
-from hf_fsdp_tools.cli.presets import check_count, shipped, taken_preset
+from hf_fsdp_tools.cli.presets import check_count, is_preset, shipped, taken_preset
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.recipes import commands_of, recipe_of
 from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, kind_of_file, no_option
@@ -97,6 +97,8 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
     script = [str(recipe), *recipe_words]
     if launch["config_file"] is not None:
         path = named_config(launch["config_file"])
+        if is_preset(path):
+            raise ConfigError(f"--config_file {path} is a preset: --preset {path} takes it")
         _check_file(path, launch)
         return _run([*command, "--config_file", str(path), *script])
     config, _ = decide(launch, None if preset is None or launch["cpu"] else preset.launch)
@@ -153,7 +155,9 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
         name = option.lstrip("-").replace("-", "_")
         if re.match("--[a-zA-Z]", word) is None or name in taken:
             continue
-        if name in ELSEWHERE or not any(each.startswith(name.removeprefix("no_")) for each in known | taken):
+        if name in ELSEWHERE.keys() - {"preset"} or not any(
+            each.startswith(name.removeprefix("no_")) for each in known | taken
+        ):
             raise ConfigError(no_option(option, [f"--{each}" for each in known]))
     for file in re.findall(r"\0--config[=\0]([^\0]+)", "\0" + "\0".join(words)):
         if Path(file).suffix in (".yaml", ".yml") and not Path(file).exists():
@@ -162,9 +166,9 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
             continue
         if (kind := kind_of_file(Path(file))) is not None:
             raise ConfigError(f"--config {file} is {kind}, and no YAML of a recipe's options, such as max_steps: 10")
-        keys = re.findall(r"^([a-zA-Z]\w*):(?:\s|$)", Path(file).read_text("utf-8", "replace")[: 10**6], re.MULTILINE)
-        if {"recipe", "launch", "options"} <= {*keys}:
+        if is_preset(Path(file)):
             raise ConfigError(f"--config {file} is a preset: --preset {file} takes it")
+        keys = re.findall(r"^([a-zA-Z]\w*):(?:\s|$)", Path(file).read_text("utf-8", "replace")[: 10**6], re.MULTILINE)
         if (key := next((key for key in keys if key not in known | {"env"}), None)) is not None:
             raise ConfigError(f"--config {file}: {no_option(key, known)}")
 

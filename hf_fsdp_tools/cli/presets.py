@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,13 @@ def taken_preset(words: list[str], recipe: str, launch: Mapping[str, Any]) -> tu
     from hf_fsdp_tools.scripting.setups import recipe_words
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset")
-    parser.add_argument("--config")
+    parser.add_argument("--preset", nargs="?", const="")
+    parser.add_argument("--config", nargs="?")
     given, rest = parser.parse_known_args(words)
+    if given.preset == "":
+        raise ConfigError(
+            "--preset names a file of `hf-fsdp search`, or a model that comes with the package (qwen3-8b)"
+        )
     if given.config is not None and given.preset is None and _is_name(given.config):
         given.preset, given.config = given.config, None
         print(f"hf-fsdp: --config {given.preset} is --preset {given.preset} now", file=sys.stderr)
@@ -105,6 +110,12 @@ def taken_preset(words: list[str], recipe: str, launch: Mapping[str, Any]) -> tu
     if not cpu_or_file:
         _check_machine(given.preset, preset, again, launch["num_processes"])
     return preset, [*recipe_words(dict(preset.options)), *rest]
+
+
+def is_preset(file: Path) -> bool:
+    """Whether a file has the keys of a preset."""
+    keys = re.findall(r"^([a-z]+):", file.read_text("utf-8", "replace")[: 10**5], re.MULTILINE)
+    return {each.name for each in fields(Preset) if each.default is MISSING} <= {*keys}
 
 
 def _is_name(text: str) -> bool:

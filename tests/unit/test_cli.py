@@ -459,6 +459,8 @@ def test_a_preset_has_options_and_launch_of_its_recipe_on_its_gpus(started, monk
         ("finetune --preset mine", "--preset mine is no preset ("),
         ("finetune --preset none.yaml", "--preset none.yaml is no preset ("),
         ("finetune --preset odd.yaml", "--preset odd.yaml is no preset (LaunchConfig.__init__() got an unexpected"),
+        ("finetune --preset", "--preset names a file of `hf-fsdp search`, or a model"),
+        ("finetune --config_file odd.yaml", "--config_file odd.yaml is a preset: --preset odd.yaml takes it"),
         ("finetune --config odd.yaml", "--config odd.yaml is a preset: --preset odd.yaml takes it"),
     ],
 )
