@@ -241,17 +241,18 @@ PRIVATE = {
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a
 room."""
 
-READ = r"\b(?:state|group|entry|info|torchs)\.(\w+)"
-OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage", "copy", "copies", "unit"}
+READ = r"\b(?:self|state|group|entry|info|torchs)\.(\w+)"
+OURS = {"__class__", "__dict__", "was_trained", "gathered_as", "keep_unsharded_storage", "leave"}
 OURS |= {"show_shard", "show_shards", "shows_shards"}
 
 
 def test_the_names_of_fsdp2_are_those_that_its_fence_reads():
     """A torch that lacks one is refused when the fence is imported; it needs no source text for that."""
     code = (PACKAGE / "sharding" / "fsdp2_internals.py").read_text()
-    named_otherwise = {"_get_fsdp_state", "_setattr_on_modules", "TrainingState", "unshard", "post_backward"}
-    named_otherwise |= {"finalize_backward", "all_gather_inputs"}
-    assert {*re.findall(READ, code)} - OURS | named_otherwise == FSDP2_NAMES
+    below = "".join((PACKAGE / "extensions" / f"{name}.py").read_text() for name in ("float8", "streamed"))
+    in_features = {name for name in FSDP2_NAMES if re.search(rf"\b(self|entry|def)[. ]{name}\b", below)}
+    assert {*re.findall(READ, code)} - OURS | in_features | {"_get_fsdp_state", "TrainingState"} == FSDP2_NAMES
+    assert all(not name.startswith("_") or name in OURS for name in in_features), "the fence has words for these"
 
 
 NOT_ONLY_FSDPS = {"_modules", "_device", "sharded_state", "unshard"}
