@@ -132,7 +132,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 OF_PEFT = ("sharding.adapters", "sharding.injection", "loading.adapter_state", "saving.save_adapter", "proof.case")
-OF_PEFT += ("proof.plain", "sharding.patches")
+OF_PEFT += ("proof.plain",)
 
 
 def test_only_integrations_imports_accelerate_and_the_trainer():

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -129,21 +129,6 @@ def bytes_sharded() -> Iterator[None]:
         yield
 
 
-def reduce_in_one_dtype() -> None:
-    """Let torch reduce gradients of two dtypes in one unit: what is kept in fp32 next to bf16, and what was
-    accumulated, in fp32, next to what this pass alone made (pytorch#196996). Call it once in a process."""
-    torchs: Any = _fsdp_param_group
-    own = torchs.foreach_reduce
-
-    @wraps(own)
-    def foreach_reduce(entries: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        widest = reduce(torch.promote_types, {grad.dtype for grad in grads})
-        grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
-        return own(entries, grads, *args, **kwargs)
-
-    torchs.foreach_reduce = foreach_reduce
-
-
 def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
     """Let units gather these shards in their own dtype, and not in that of computation."""
     for entry, shard in _registered(model):
@@ -231,6 +216,8 @@ class Entry(_fsdp_param.FSDPParam):
     was_trained = False
     gathered_as: torch.dtype | None = None
     """The dtype of what is gathered in the place of the shard, as `fsdp_pre_all_gather` of the entry itself says."""
+    reduced_in: torch.dtype | None = None
+    """The dtype of all gradients of the unit, where they have several."""
 
     def become(self, kind: type["Entry"], **values: Any) -> None:
         """Be of a feature's class, with attributes of its own."""
@@ -258,6 +245,16 @@ class Entry(_fsdp_param.FSDPParam):
     def is_free(self) -> bool:
         """Whether the unit is to be gathered."""
         return self.sharded_state == ShardedState.SHARDED
+
+    @property
+    def to_reduce(self) -> torch.Tensor | None:
+        """The gradient of the whole parameter: what was accumulated, or what this pass alone made."""
+        made: torch.Tensor | None = self._unsharded_param.grad if hasattr(self, "_unsharded_param") else None
+        return made if self.unsharded_accumulated_grad is None else self.unsharded_accumulated_grad
+
+    def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        own = super()._get_grad_inner_tensor(grad)
+        return own if self.reduced_in is None else own.to(self.reduced_in)
 
     @property
     def _sharded_local_tensor(self) -> Any:
@@ -337,6 +334,16 @@ class Group(_fsdp_param_group.FSDPParamGroup):
                 entry.to_unsharded()
         self.shows_shards = False
         super().unshard(async_op)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def post_backward(self, *unused: Any) -> None:
+        """As torch's, which refuses gradients of two dtypes in one unit (pytorch#196996): what is kept in fp32 next to
+        bf16, and what was accumulated, in fp32, next to what this pass alone made."""
+        entries = [entry for entry in self.fsdp_params if isinstance(entry, Entry)]
+        dtypes = {gradient.dtype for entry in entries if (gradient := entry.to_reduce) is not None}
+        for entry in entries:
+            entry.reduced_in = reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+        super().post_backward(*unused)
 
 
 def use_own_entries(model: nn.Module) -> None:

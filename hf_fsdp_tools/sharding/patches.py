@@ -8,9 +8,8 @@ Habits of scripts that would do something else on shards, in silence, work as on
     asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
 """
 
-import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -23,8 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import Box, Held, HeldShard, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype, reshard_units
-from hf_fsdp_tools.sharding.injection import cut_values, guarded, names_as_saved
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -49,7 +46,6 @@ def _guard_habits() -> None:
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
     handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
-    reduce_in_one_dtype()
     _look_before(dispatcher, "_propagate_op_sharding_dispatch_slow_path", _refuse_lost_write)  # once for equal shards
     _look_before(torch.autograd, "_engine_run_backward", _refuse_shards)
     init: Any = nn.init
@@ -126,62 +122,6 @@ def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: An
             "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
             "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )
-
-
-def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
-    if "peft" not in sys.modules:
-        return
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
-
-    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
-    disable = BaseTuner.disable_adapter_layers
-    if hasattr(make, "__wrapped__"):
-        return
-
-    @wraps(make)
-    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = configs[adapter_name] if isinstance(configs, dict) else configs
-        with guarded(model, config):
-            make(tuner, model, configs, adapter_name, *args, **kwargs)
-
-    @wraps(add)
-    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        with guarded(outer, peft_config):
-            add(outer, adapter_name, peft_config, *args, **kwargs)
-
-    @wraps(load)
-    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        with outer.register_load_state_dict_pre_hook(cut_values), names_as_saved():
-            return load(outer, *args, **kwargs)
-
-    def merging(method: Any) -> Any:
-        @wraps(method)
-        def merge(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-            reshard_units(tuner.model)  # PEFT writes to attributes of modules, which may give what is gathered
-            try:
-                return method(tuner, *args, **kwargs)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise ConfigError(
-                    "PEFT cannot merge an adapter that get_peft_model has made on shards. Call prepare(model), or "
-                    "save_pretrained(model, folder, merge_adapters=True), which merges what it writes."
-                ) from error
-
-        return merge
-
-    @wraps(disable)
-    def disable_adapter_layers(tuner: Any) -> None:
-        if any(getattr(module, "merged", False) for module in tuner.model.modules()):
-            tuner.unmerge_adapter()  # PEFT would do it in the next pass, to gathered weights
-        disable(tuner)
-
-    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-    BaseTuner.disable_adapter_layers = disable_adapter_layers
-    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
-        setattr(BaseTuner, name, merging(getattr(BaseTuner, name)))
 
 
 @cache

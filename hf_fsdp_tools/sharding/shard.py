@@ -38,7 +38,8 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
-from hf_fsdp_tools.sharding.patches import guard_habits, guard_injection
+from hf_fsdp_tools.sharding.injection import refuse_other_injection
+from hf_fsdp_tools.sharding.patches import guard_habits
 from hf_fsdp_tools.sharding.phases import Installed, install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
@@ -304,7 +305,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     Sharded.put(model, sharding=sharding)
     remove_hooks(model)
     install(model, (made for feature in features_of(model, sharding) for made in feature.hooks(model, tree, sharding)))
-    guard_injection()
+    refuse_other_injection()
 
 
 def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:

@@ -222,11 +222,8 @@ def test_steps_of_all_optimizers_run_entries_by_phase_until_they_are_taken_away(
 PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wish of ours
     "torch.distributed.tensor.DTensor": "several boxes of a shard in DCP; pytorch#167859, torch 2.11 to 2.15",
     "torch.distributed.tensor._dispatch.OpDispatcher": "drawing, deciding and writing by shards",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "gradients of two dtypes in one unit; pytorch#196996",
     "torch.autograd": "gradients that are asked for by shards",
     "torch.nn.init": "trunc_normal_ of shards",
-    "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
-    "peft.peft_model.PeftModel": "the same, and whole values of shards, which PEFT copies before 0.21.2",
 }
 """Modules, classes and instances of libraries of which something is replaced for the life of a process."""
 
@@ -241,7 +238,6 @@ def is_ours(value: Any) -> bool:
 def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
     patches.guard_habits(torch.nn.Module())
     patches.let_dcp_see_boxes()
-    patches.guard_injection()
     libraries = ("torch", "transformers", "accelerate", "peft", "trl")
     owners = {name: vars(each) for name, each in sys.modules.items() if name.split(".")[0] in libraries}
     classes = {
