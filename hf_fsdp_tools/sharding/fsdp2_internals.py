@@ -36,16 +36,16 @@ from hf_fsdp_tools.text import listed
 
 _READ = """
     TrainingState _all_gather_process_group _all_gather_result _device _fsdp_param_group _get_fsdp_state
-    _init_extensions _init_mp_dtypes _lazy_init _module_info _module_to_pre_load_state_dict_hook_handle
-    _module_to_pre_save_state_dict_hook_handle _modules _modules_to_run_forward _orig_size _param_fqn _post_forward
-    _post_forward_hook_handle _post_forward_indices _post_load_hook_handle _pre_forward _pre_forward_hook_handle
-    _register_pre_backward_hook _setattr_on_modules _sharded_local_tensor _sharded_param_data _state_ctx _to_sharded
-    _training_state _unsharded_param all_gather_inputs all_gather_outputs alloc_all_gather_outputs device
-    finalize_backward foreach_reduce free_unsharded_param fsdp_params fsdp_placement grad_offload_event
-    init_all_gather_outputs init_dtype_attrs init_unsharded_param is_dtensor is_unsharded mesh_info module mp_policy
-    offload_policy orig_dtype padded_sharded_param_size param_dtype param_name pin_memory post_backward
-    post_forward_mesh_info reduce_grads reset_sharded_param shard_process_group sharded_param sharded_state
-    shared_modules shared_param_names size to_unsharded unshard
+    _get_grad_inner_tensor _init_extensions _init_mp_dtypes _lazy_init _module_info
+    _module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle _modules
+    _modules_to_run_forward _orig_size _param_fqn _post_forward _post_forward_hook_handle _post_forward_indices
+    _post_load_hook_handle _pre_forward _pre_forward_hook_handle _register_pre_backward_hook _setattr_on_modules
+    _sharded_local_tensor _sharded_param_data _state_ctx _to_sharded _training_state _unsharded_param
+    all_gather_inputs all_gather_outputs alloc_all_gather_outputs device finalize_backward free_unsharded_param
+    fsdp_params fsdp_placement grad_offload_event init_all_gather_outputs init_dtype_attrs init_unsharded_param
+    is_dtensor is_unsharded mesh_info module mp_policy offload_policy orig_dtype padded_sharded_param_size param_dtype
+    param_name pin_memory post_backward post_forward_mesh_info reduce_grads reset_sharded_param shard_process_group
+    sharded_param sharded_state shared_modules shared_param_names size to_unsharded unshard unsharded_accumulated_grad
 """
 FSDP2_NAMES = frozenset(_READ.split())
 """What is read of torch's modules, states, groups and entries, here and by features' classes below `Entry` and `Group`
