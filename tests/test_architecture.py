@@ -104,7 +104,6 @@ MAY_NAME_A_FEATURE = {
     ("pretrained", "sharding.compile"), ("pretrained", "sharding.recompute"),  # short forms of arguments
     ("sharding.added", "sharding.checks"),
     ("sharding.compile", "sharding.recompute"),
-    ("sharding.whole", "sharding.hooks"),  # hooks of precision, which units have too
 }  # fmt: skip
 """Modules of the core, and the modules of its own features that they import beside `shard.ALWAYS`."""
 

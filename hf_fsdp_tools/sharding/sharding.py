@@ -86,7 +86,7 @@ class Sharding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds the whole model on its device: then it is a plain model (`sharding.whole`).
+        """Whether this rank holds the whole model on its device: then it is a plain model (`sharding.precision`).
 
         FP8 is the exception: its scales are those of gathered weights.
         """

@@ -59,7 +59,7 @@ LlamaForCausalLM
   join        skipped.end
   copy        hooks.as_no_views
   reshard     FSDP2
-  output      hooks.return_fp32
+  output      precision.return_fp32
   whole       context_parallel.after_model
 model
   stack       skipped.opened
@@ -73,7 +73,7 @@ model.embed_tokens
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
   copy        hooks.as_no_views
@@ -84,7 +84,7 @@ model.layers.{0..1}
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   rows        context_parallel.before_block
   copy        hooks.as_no_views
@@ -97,7 +97,7 @@ model.norm lm_head
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
   copy        hooks.as_no_views
@@ -114,7 +114,8 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
     expected = EXPECTED
     if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13
         expected = expected.replace(
-            "  output      hooks.return_fp32", "  output      hooks.return_fp32\n  output      hooks.complete_units"
+            "  output      precision.return_fp32",
+            "  output      precision.return_fp32\n  output      hooks.complete_units",
         )
     assert describe_hooks(model) == expected
     twin = copy.deepcopy(model)
