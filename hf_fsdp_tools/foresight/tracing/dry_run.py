@@ -34,7 +34,7 @@ from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.hooks import hooks_of_experts
 from hf_fsdp_tools.sharding.phases import Hook, Phase, install
 from hf_fsdp_tools.sharding.precision import CastWeights, dtypes_of, hooks_of_dtypes, hooks_of_weights
-from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
+from hf_fsdp_tools.sharding.recompute import Link, check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = 4
@@ -169,8 +169,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             fetch=lambda host, to: copy_input("host_to_device", to.nbytes),
             wait=lambda mark: None,  # the copy was asked for a block before
         )
-        link_of = (lambda _: link) if recorder.on_cuda else None  # on CPUs, copies are memory and work like all else
-        checkpoint_activations(model, setup.recompute, link_of=link_of)
+        # on CPUs, copies are memory and work like all else
+        checkpoint_activations(model, setup.recompute, link_of=lambda _: link if recorder.on_cuda else Link(None))
     modules = dict(model.named_modules(remove_duplicate=False))
     grouped_names = {name for unit in plan.units for name in unit.modules if len(unit.modules) > 1}
     blocks = (block.fqn for stack in find_blocks(ModuleTree(model)) for block in stack)
