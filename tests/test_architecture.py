@@ -242,7 +242,7 @@ room."""
 
 READ = r"\b(?:self|state|group|entry|info)\.(\w+)"
 OURS = {"__class__", "__dict__", "was_trained", "gathered_as", "keep_unsharded_storage", "leave", "reduced_in"}
-OURS |= {"show_shard", "show_shards", "shows_shards", "to_reduce"}
+OURS |= {"show_shard", "show_shards", "shows_shards", "to_reduce", "is_as_stored"}
 
 
 def test_the_names_of_fsdp2_are_those_that_its_fence_reads():

@@ -202,16 +202,27 @@ class StreamedUnit(Group):
         self.fsdp_params = []
 
     def unshard(self, async_op: bool = False) -> None:
-        """As FSDP2's, which begins nothing on one rank."""
+        """As FSDP2's, which begins nothing on one rank: send this unit, and the next of a forward pass, unless a step
+        on it is under way."""
         self.wait()
         super().unshard(async_op)
-        if self.is_gathering:
-            self.begin(is_forward=self.is_in_forward)
+        if not self.is_gathering:
+            return
+        self._send()
+        if self.stage != "FORWARD":
+            return
+        if self.of_model.gathered is not None:
+            self.of_model.gathered._following = self
+        self.of_model.gathered, following = self, self._following
+        if following is not None and (following._step is None or following._step.done()):
+            following.wait()
+            following._send()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def post_backward(self, *unused: Any) -> None:
-        """As FSDP2's, which waits for each gradient that it adds to one of an earlier pass."""
-        is_over = self.is_idle  # torch 2.11 comes again at the end for each of its modules
+        """As FSDP2's, which waits for each gradient that it adds to one of an earlier pass; here the thread adds them.
+        Where it is late, the backward pass waits, so that host memory holds the gradients of few units twice."""
+        is_over = self.stage == "IDLE"  # torch 2.11 comes again at the end for each of its modules
         sums: dict[Any, Any] = {entry: entry.sharded_param.grad for entry in self.fsdp_params if self.reduce_grads}
         watched = {entry for entry in sums if entry.sharded_param._post_accumulate_grad_hooks}  # who reads at once
         sums = {entry: total for entry, total in sums.items() if total is not None and entry not in watched}
@@ -225,7 +236,10 @@ class StreamedUnit(Group):
                 parts.append((Held.of(total).memory, Held.of(gradient).memory, entry.grad_offload_event))
                 entry.grad_offload_event = None
         if parts:
-            self.add(parts)
+            if len(pending := self.of_model.sums) == _SUMS_AHEAD:
+                pending.popleft().result()
+            self._sum = _thread().submit(_add, parts)
+            pending.append(self._sum)
         if self.is_gone_back and not is_over:
             self.end([entry.grad_offload_event for entry in self.fsdp_params if entry.grad_offload_event])
 
@@ -236,30 +250,9 @@ class StreamedUnit(Group):
             self._sum = None
             sums.result()
 
-    def begin(self, *, is_forward: bool) -> None:
-        """On one rank, begin to send this unit, and the next of a forward pass, unless a step on it is under way."""
-        self._send()
-        if is_forward:
-            if self.of_model.gathered is not None:
-                self.of_model.gathered._following = self
-            self.of_model.gathered = self
-            following = self._following
-            if following is not None and (following._step is None or following._step.done()):
-                following.wait()
-                following._send()
-
     def _send(self) -> None:
         for each in self.copies().values():
             each.send()
-
-    def add(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Event | None]]) -> None:
-        """Add gradients to sums of earlier passes, on the thread, once they have arrived. Where the thread is late, the
-        backward pass waits, so that host memory holds the gradients of few units twice."""
-        sums = self.of_model.sums
-        if len(sums) == _SUMS_AHEAD:
-            sums.popleft().result()
-        self._sum = _thread().submit(_add, parts)
-        sums.append(self._sum)
 
     def end(self, arrivals: list[torch.Event]) -> None:
         """The backward pass of the unit is over: step on it, once its gradients have arrived, if that was asked for."""

@@ -132,9 +132,7 @@ def bytes_sharded() -> Iterator[None]:
 def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
     """Let units gather these shards in their own dtype, and not in that of computation."""
     for entry, shard in _registered(model):
-        if shard in shards:
-            own = partial(type(entry).init_dtype_attrs, entry)
-            entry.init_dtype_attrs = lambda policy, own=own: own(replace(policy, param_dtype=None))
+        entry.is_as_stored = shard in shards
 
 
 def count_units(model: nn.Module) -> int:
@@ -213,7 +211,7 @@ class Entry(_fsdp_param.FSDPParam):
     """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes; and its
     modules register the shard whenever no pass runs. A feature has a class below it for what it gathers."""
 
-    was_trained = False
+    was_trained = is_as_stored = False
     gathered_as: torch.dtype | None = None
     """The dtype of what is gathered in the place of the shard, as `fsdp_pre_all_gather` of the entry itself says."""
     reduced_in: torch.dtype | None = None
@@ -277,9 +275,9 @@ class Entry(_fsdp_param.FSDPParam):
             vars(module).pop(name, None)
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """As torch's, which would cast bytes to the dtype of computation before 2.13."""
-        is_float = self.sharded_param.is_floating_point()
-        super().init_dtype_attrs(mp_policy if is_float else replace(mp_policy, param_dtype=None))
+        """As torch's, which would cast bytes to the dtype of computation before 2.13, and what is kept in fp32."""
+        is_kept = self.is_as_stored or not self.sharded_param.is_floating_point()
+        super().init_dtype_attrs(replace(mp_policy, param_dtype=None) if is_kept else mp_policy)
 
     def to_accumulated_grad_if_needed(self) -> None:
         """As torch's, which fails where nothing was ever gathered; with gradients that are reduced it does not."""
@@ -299,14 +297,9 @@ class Group(_fsdp_param_group.FSDPParamGroup):
         return self._all_gather_result is not None
 
     @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward pass goes through the unit."""
-        return self._training_state == _fsdp_common.TrainingState.FORWARD
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no pass goes through the unit."""
-        return self._training_state == _fsdp_common.TrainingState.IDLE
+    def stage(self) -> str:
+        """Which pass goes through the unit: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        return self._training_state.name
 
     @property
     def is_gone_back(self) -> bool:

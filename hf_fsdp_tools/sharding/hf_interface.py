@@ -46,7 +46,8 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
     if is_whole:
-        model.__dict__.update({name: _do_nothing for name in vars(FSDPModule) if not name.startswith("_")})
+        names = (name for name in vars(FSDPModule) if not name.startswith("_"))
+        model.__dict__.update(dict.fromkeys(names, lambda *args, **kwargs: None))
     for module in () if is_whole else model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers reads it
         if isinstance(module, FSDPModule):
@@ -58,10 +59,6 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     if hasattr(model, "generate") and "generate" not in model.__dict__:
         override_method(model, "generate", _generate)
     install_model_methods(model)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Answer a method of FSDP2's on a model without units."""
 
 
 def _is_prepared(module: nn.Module) -> bool:

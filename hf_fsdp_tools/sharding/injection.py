@@ -27,6 +27,7 @@ from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, 
 from hf_fsdp_tools.modeling.packed_weight import Factors
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
+from hf_fsdp_tools.sharding.hf_interface import override_method
 from hf_fsdp_tools.sharding.sharding import Sharded
 from hf_fsdp_tools.text import first_lines
 
@@ -50,20 +51,15 @@ def add_in_passes(model: nn.Module) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     for wrapper in model.modules():
-        if type(wrapper) is ParamWrapper:
-            wrapper.__class__ = _adding(ParamWrapper)  # type: ignore[arg-type]  # a class has a hash
+        if isinstance(wrapper, ParamWrapper) and "_activate_lora" not in vars(wrapper):
+            override_method(wrapper, "_activate_lora", _activate)
 
 
-@cache
-def _adding(cls: Any) -> Any:
-    @contextmanager
-    def activate(wrapper: Any, active: list[str]) -> Iterator[None]:
-        added, plain = partial(_factors, wrapper, active), partial(cls._activate_lora, wrapper, active)
-        with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, plain):
-            yield
-
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
-    return type(cls.__name__, (cls,), {"_activate_lora": activate, **names})
+@contextmanager
+def _activate(wrapper: Any, plain: Any, active: list[str]) -> Iterator[None]:
+    added = partial(_factors, wrapper, active)
+    with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, partial(plain, active)):
+        yield
 
 
 def _factors(wrapper: Any, active: list[str]) -> list[Factors]:

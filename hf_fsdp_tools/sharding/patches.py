@@ -227,7 +227,7 @@ ELSEWHERE = {
     "sharding.hf_interface": "generate, save_pretrained, push_to_hub, resize_token_embeddings, requires_grad_, "
     "get_parameter of a model; merge_adapter, unmerge_adapter, merge_and_unload, disable_adapter_layers of PEFT's "
     "tuner; use_cache, _is_fsdp_managed_module, for a block",
-    "sharding.injection": "__class__ of PEFT's ParamWrapper (peft#3578, PEFT 0.19 to 0.21); "
+    "sharding.injection": "_activate_lora of PEFT's ParamWrapper (peft#3578, PEFT 0.19 to 0.21); "
     "convert_peft_adapter_state_dict_for_transformers (PEFT 0.21)",
 }
 """By the module that does it: names, and why; with upstream's thread and versions where it is a gap."""
