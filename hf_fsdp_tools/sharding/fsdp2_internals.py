@@ -1,9 +1,9 @@
 """Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
 They are those of torch 2.11 to 2.15, in `torch/distributed/fsdp/_fully_shard` and `_composable/contract.py`; a torch
-without one of them is refused when this file is imported. A "state"
-is torch's record of one unit, which all modules of `fully_shard([a, b])` share; a "group" the parameters that it
-gathers together; an "entry" torch's record of one of these (`FSDPParam`).
+without one of them is refused when this file is imported. A "state" is torch's record of one unit, which all modules of
+`fully_shard([a, b])` share; a "group" the parameters that it gathers together; an "entry" torch's record of one of
+these (`FSDPParam`).
 """
 
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,19 +52,9 @@ FSDP2_NAMES = frozenset(_READ.split())
 (a test compares it with the code)."""
 
 
-def names_in(*owners: Any) -> set[str]:
+def names_in(*modules: Any) -> set[str]:
     """All names that compiled code of modules has, also where their source is not there."""
-    found, codes = set[str](), list[CodeType]()
-    for module in owners:
-        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-        for each in (module, *own):
-            members = vars(each) if isinstance(each, type | ModuleType) else {}
-            found |= {*members, *members.get("__annotations__", ())}
-            for member in (each, *members.values()):
-                of_property = [getattr(member, name, None) for name in ("fget", "__wrapped__", "__func__")]
-                codes += [
-                    code for f in (member, *of_property) if isinstance(code := getattr(f, "__code__", None), CodeType)
-                ]
+    found, codes = set[str](), [module.__loader__.get_code(module.__name__) for module in modules]
     while codes:
         code = codes.pop()
         found |= {*code.co_names, *code.co_varnames}
