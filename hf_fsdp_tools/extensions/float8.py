@@ -30,7 +30,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, plain_name, reads_chi
 from hf_fsdp_tools.modeling.notes import Divided, Note, install_style
 from hf_fsdp_tools.modeling.roles import is_adapter, lists_of_experts, routers
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.fsdp2_internals import Entry, groups_of, places_of
+from hf_fsdp_tools.sharding.fsdp2_internals import Entry, entries_of, places_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharded, Sharding
 from hf_fsdp_tools.text import did_you_mean
@@ -306,7 +306,7 @@ class Float8(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
         scales = _Scales(sharding.axes.groups.get("tp"))
-        for weight in (entry for group in groups_of(model) for entry in group.fsdp_params):
+        for weight in entries_of(model):
             layer, name = places_of(weight)[0]
             config = Float8Layer.of(layer).config if name == "weight" else None
             if config is not None and config.enable_fsdp_float8_all_gather:

@@ -37,7 +37,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.watched import Watched
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding.fsdp2_internals import Entry, Group, gathered_dtype, groups_of, is_custom
+from hf_fsdp_tools.sharding.fsdp2_internals import Entry, Group, entries_of, gathered_dtype, groups_of, is_custom
 from hf_fsdp_tools.sharding.phases import Hook
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
@@ -59,10 +59,10 @@ class Streamed(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook]:
         """Nothing around forward passes: units say when they gather. What has a way of its own is left to it."""
         of_model = _Pass()
+        for entry in entries_of(model):
+            if type(entry) is Entry and not is_custom(entry):
+                entry.become(HostCopy)
         for unit in groups_of(model):
-            for entry in unit.fsdp_params:
-                if type(entry) is Entry and not is_custom(entry):
-                    entry.become(HostCopy)
             unit.__class__, unit.of_model = StreamedUnit, of_model
             _UNITS[next(_NUMBERS)] = unit
         _step_away()

@@ -98,7 +98,7 @@ def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; gathered units are resharded first."""
     reshard_units(model)
-    return [entry.sharded_param for group in groups_of(model) for entry in group.fsdp_params]
+    return [entry.sharded_param for entry in entries_of(model)]
 
 
 @contextmanager
@@ -154,13 +154,11 @@ def reshard_units(model: nn.Module) -> None:
 def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
-    copies: dict[int, int] = {}
-    for cast in (each for module in model.modules() for each in Installed.of(module).casts):
-        copies |= cast.sizes()
+    casts = (cast for module in model.modules() for cast in Installed.of(module).casts)
+    copies = dict(item for cast in casts for item in cast.sizes().items())
     return sum(copies.values()) + sum(  # type: ignore[no-any-return]  # of torch's own records
-        entry._sharded_param_data.numel() * group._all_gather_process_group.size() * gathered_dtype(entry).itemsize
-        for group in groups_of(model)
-        for entry in group.fsdp_params
+        entry._sharded_param_data.numel() * entry.mesh_info.shard_process_group.size() * gathered_dtype(entry).itemsize
+        for entry in entries_of(model)
     )
 
 
@@ -333,8 +331,8 @@ def use_own_entries(model: nn.Module) -> None:
     """Let the units of a model, just sharded, keep their parameters in entries of ours."""
     for group in groups_of(model):
         group.__class__ = Group
-        for entry in group.fsdp_params:
-            entry.__class__ = Entry
+    for entry in entries_of(model):
+        entry.__class__ = Entry
 
 
 def is_custom(entry: Any) -> bool:
@@ -534,11 +532,10 @@ def forget_memory(model: nn.Module) -> None:
 
 def _registered(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
     """Yield each entry with the parameter that its module registers now."""
-    for group in groups_of(model):
-        for entry in group.fsdp_params:
-            parameter = entry._module_info.module._parameters.get(entry._module_info.param_name)
-            if parameter is not None:
-                yield entry, parameter
+    for entry in entries_of(model):
+        parameter = entry._module_info.module._parameters.get(entry._module_info.param_name)
+        if parameter is not None:
+            yield entry, parameter
 
 
 def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -656,6 +653,11 @@ def _groups_of(state: Any) -> list[Any]:
     """The groups of one unit: one before torch 2.13, several since; empty where a unit has no parameters of its own."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def entries_of(model: nn.Module) -> list[Any]:
+    """The entries of all parameters that units of a model gather."""
+    return [entry for group in groups_of(model) for entry in group.fsdp_params]
 
 
 def groups_of(model: nn.Module) -> list[Any]:
