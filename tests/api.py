@@ -96,7 +96,6 @@ NAMES = {
     "scripting.demo": "demo_rows make_demo_model train_demo_tokenizer",
     "scripting.recipes": "RECIPES commands_of",
     "scripting.setups": "recipe_words setup_of",
-    "sharding.added": "shard_added",
     "sharding.allocate": "allocate",
     "sharding.checks": "check_kind",
     "sharding.fsdp2_internals": "FSDP2_NAMES names_in refuse_without",
