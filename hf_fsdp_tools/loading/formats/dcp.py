@@ -191,19 +191,6 @@ MODEL_FOLDERS = "pytorch_model_fsdp_*"
 """DCP folders of models inside a folder that Accelerate's `save_state` or the Trainer wrote."""
 
 
-def find_dcp_folder(folder: Path) -> Path | None:
-    """The DCP folder of a model: `folder`, or the one inside it that Accelerate or the Trainer wrote; None without
-    one.
-    """
-    if (folder / METADATA).is_file():
-        return folder
-    below = sorted(path.parent for path in folder.glob(f"{MODEL_FOLDERS}/{METADATA}"))
-    if len(below) > 1:
-        names = ", ".join(path.name for path in below)
-        raise CheckpointError(f"{str(folder)!r} holds several models: {names}. Give the path of one of these folders.")
-    return below[0] if below else None
-
-
 @contextmanager
 def _collecting_later() -> Iterator[None]:
     """Let Python's garbage collector wait: looking at all that is read takes it longer than the reading."""
