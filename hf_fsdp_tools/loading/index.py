@@ -22,7 +22,7 @@ from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.formats.dcp import SavedPath, is_wrapped, model_part, parse_dcp, peft_part
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.loading.formats.safetensors import join_parts, parse_header
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
     PICKLED,
@@ -90,12 +90,12 @@ class CheckpointIndex:
         }
 
     @cached_property
-    def _chunks(self) -> dict[str, TensorChunk]:
+    def _chunks(self) -> dict[str, StoredTensor]:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
-        return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
+        return {chunk.key: chunk for t in chunked for chunk in t.parts}
 
     def _stored(self, source: str) -> Stored:
-        return self._chunks[source].stored if source in self._chunks else self.tensors[source]
+        return self._chunks.get(source) or self.tensors[source]
 
     def source_dtype(self, source: str, floats: torch.dtype | None = None) -> torch.dtype:
         """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; if it is
@@ -111,14 +111,11 @@ class CheckpointIndex:
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""
-        chunk = self._chunks.get(source)
-        if chunk is None:
-            tensor = self.tensors[source]
-            assert not isinstance(tensor, ChunkedTensor)
-            return tensor
-        if chunk.is_archive:
-            chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
-        return chunk.stored
+        tensor = self._stored(source)
+        assert not isinstance(tensor, ChunkedTensor)
+        if isinstance(tensor, StoredTensor) and tensor.is_archive:
+            tensor = self._chunks[source] = locate_chunk(tensor)
+        return tensor
 
     def refuse_changed(self) -> None:
         """Refuse files that another save replaced or wrote after their headers were read; values may be mixed."""

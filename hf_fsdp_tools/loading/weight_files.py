@@ -71,7 +71,7 @@ class Contents:
         self.path = path
         """The folder, or the file."""
         self.names: list[str] = []
-        """Of files and, with a slash at their end, of folders, in order."""
+        """The names of files and, with a slash at their end, of folders, in order."""
         with storage_errors("read", path), watched(path):
             self.is_file = path.is_file()
             self.stamps = stamps(path / name for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG))
