@@ -60,7 +60,7 @@ NAMES = {
     "loading.heads": "WithHeads",
     "loading.index": "CheckpointIndex",
     "loading.io.files": "MAX_GAP_BYTES Reader TransferStats Writer write_transfers",
-    "loading.io.transfer": "Limits Transfer cut_batches",
+    "loading.io.transfer": "Transfer",
     "loading.quantized.by_config": "keep_by_config",
     "loading.quantized.recognize": "with_floats",
     "loading.regions": "row_major_strides",

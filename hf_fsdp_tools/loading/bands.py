@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.distributed.shards import Box, Held, local_boxes
-from hf_fsdp_tools.loading.io.transfer import Place
+from hf_fsdp_tools.loading.quantized.dequantize import Place
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 
 NEIGHBOURS = 8

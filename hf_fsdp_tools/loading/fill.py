@@ -21,9 +21,16 @@ from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
+from hf_fsdp_tools.loading.quantized.dequantize import (
+    Place,
+    batches,
+    check_order,
+    dequantize,
+    reads_of,
+    whole_place,
+    with_groups,
+)
 from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit
 from hf_fsdp_tools.loading.quantized.sources import Sources
 from hf_fsdp_tools.loading.report import loading_bar
@@ -79,7 +86,7 @@ def fill_shards(
             side = side_stream_for([*shards, torch.empty(0, device=others.device)])
             if side is not None:
                 stack.callback(side.release)
-            to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
+            to_read = sum(t.num_bytes for t in transfers) + sum(slab.stored_bytes for slab in quantized) + whole_bytes
             to_read += others.num_bytes + sum(band.num_bytes for band in bands if band)
             bar = stack.enter_context(loading_bar(to_read, rank=rank, world_size=world_size, progress=progress))
             ahead = rank_on_node()[1] == world_size  # another rank of this machine wants the bytes that this one skips
@@ -192,8 +199,8 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
 
 def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
     """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised."""
-    transfers, parts = reads_of(places, index)
-    return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
+    transfers, slabs = reads_of(places, index)
+    return reader.read(transfers) + dequantize(slabs, reader, staging_bytes=staging_bytes)
 
 
 def read_converted(

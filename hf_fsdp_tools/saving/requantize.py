@@ -14,8 +14,8 @@ from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
-from hf_fsdp_tools.loading.io.transfer import QuantizedPart, transfer_of
-from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.io.transfer import transfer_of
+from hf_fsdp_tools.loading.quantized.dequantize import Slab, dequantize
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
@@ -184,5 +184,5 @@ def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader, first: 
     length = (tensor.shape[0] if first is None else first, *tensor.shape[1:])
     memory = torch.empty(length, dtype=dtype)
     view = View(offset=0, length=length, strides=tensor.strides)
-    dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
+    dequantize([Slab(tensor, view, memory)], reader, staging_bytes=STAGING_BYTES)
     return memory
