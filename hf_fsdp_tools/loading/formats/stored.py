@@ -55,8 +55,7 @@ class StoredTensor:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources."""
-        view = View(offset=0, length=self.shape, strides=self.strides or row_major_strides(self.shape))
-        return (Piece(box=self.box, source=self.key, view=view),)
+        return (Piece(start=self.box.start, source=self.key, view=View.whole(self.shape, self.strides)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +167,7 @@ class QuantizedTensor:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as a view of its source."""
-        view = View(offset=0, length=self.shape, strides=self.strides)
-        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
+        return (Piece.whole(self.key, self.shape, self.strides),)
 
 
 Stored = StoredTensor | ChunkedTensor | QuantizedTensor

@@ -310,7 +310,9 @@ def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_b
     ordered = ((tensor, tensor.groups) for tensor in tensors if tensor.groups is not None)
     for some in batches(ordered, staging_bytes, lambda pair: pair[1].num_bytes):
         read = [(tensor, stored, torch.empty(stored.shape, dtype=stored.dtype)) for tensor, stored in some]
-        stats += reader.read([transfer_of(stored, stored.pieces()[0].view, groups) for _, stored, groups in read])
+        stats += reader.read(
+            [transfer_of(stored, View.whole(stored.shape, stored.strides), groups) for _, stored, groups in read]
+        )
         for tensor, stored, groups in read:
             own = torch.arange(len(groups)) // tensor.form.scales["scale"].block[0]
             if not torch.equal(groups, own.to(groups)):
