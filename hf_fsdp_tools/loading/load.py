@@ -64,7 +64,7 @@ def load_weights(
 
     The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
     initialisation for tensors that are in no file. Where a conversion only moves data, a rank reads the byte ranges
-    of its shard; where these are short (`loading.bands`), up to eight ranks read together and exchange them. Any other
+    of its shard; where these are short (`fill.Band`), up to eight ranks read together and exchange them. Any other
     conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP the first replica reads,
     and each shard is broadcast to the others.
 

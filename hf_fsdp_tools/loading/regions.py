@@ -61,8 +61,8 @@ def slice_piece(piece: Piece, box: Box) -> Piece | None:
     common = piece.box.intersect(box)
     if not common.numel:
         return None
-    first = [c - b for c, b in zip(common.start, piece.start, strict=True)]
-    return Piece(start=common.start, source=piece.source, view=piece.view.crop(first, common.length))
+    view = piece.view.crop(common.start_in(piece.box), common.length)
+    return Piece(start=common.start, source=piece.source, view=view)
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

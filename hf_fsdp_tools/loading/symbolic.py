@@ -147,11 +147,8 @@ def _slice(
     high = max(low, high)
     shape = [high - low if d == dim else n for d, n in enumerate(t.shape)]
     keep = Box(start=tuple(low if d == dim else 0 for d in range(t.dim())), length=tuple(shape))
-    pieces = []
-    for p in t.pieces or ():
-        if part := slice_piece(p, keep):
-            pieces.append(replace(part, start=tuple(s - k for s, k in zip(part.start, keep.start, strict=True))))
-    return _moved(t, shape, pieces)
+    parts = (slice_piece(p, keep) for p in t.pieces or ())
+    return _moved(t, shape, [replace(part, start=part.box.start_in(keep)) for part in parts if part])
 
 
 def _split(t: PieceTensor, size: int, dim: int = 0) -> list[PieceTensor | None]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -280,8 +280,7 @@ def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Tran
     slabs: list[Slab] = []
     for memory, tensor, box in places:
         for part in filter(None, (slice_piece(piece, box) for piece in tensor.pieces or ())):
-            skipped = ((p - b) * step for p, b, step in zip(part.box.start, box.start, memory.stride(), strict=True))
-            place = memory.as_strided(part.box.length, memory.stride(), memory.storage_offset() + sum(skipped))
+            place = memory_view(memory, part.box.start_in(box), part.view.length)
             source = index.source(part.source)
             if isinstance(source, QuantizedTensor):
                 slabs.append(Slab(source, part.view, place))
@@ -299,20 +298,13 @@ def dequantize(slabs: Sequence[Slab], reader: Reader, *, staging_bytes: int) -> 
     return work_in_windows(cut, reader, bounds.window_bytes)
 
 
-def with_groups(tensors: Iterable[Stored]) -> list[QuantizedTensor]:
-    """Those among stored tensors whose columns may be ordered by activation."""
-    return [each for each in tensors if isinstance(each, QuantizedTensor) and each.groups is not None]
-
-
 def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_bytes: int) -> TransferStats:
     """Refuse columns ordered by activation, of which the file says the groups; what reading these cost."""
     stats = TransferStats()
     ordered = ((tensor, tensor.groups) for tensor in tensors if tensor.groups is not None)
     for some in batches(ordered, staging_bytes, lambda pair: pair[1].num_bytes):
         read = [(tensor, stored, torch.empty(stored.shape, dtype=stored.dtype)) for tensor, stored in some]
-        stats += reader.read(
-            [transfer_of(stored, View.whole(stored.shape, stored.strides), groups) for _, stored, groups in read]
-        )
+        stats += reader.read([transfer_of(stored, View.whole(stored.shape), groups) for _, stored, groups in read])
         for tensor, stored, groups in read:
             own = torch.arange(len(groups)) // tensor.form.scales["scale"].block[0]
             if not torch.equal(groups, own.to(groups)):
