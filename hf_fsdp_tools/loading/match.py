@@ -44,13 +44,11 @@ Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Where each tensor of a model comes from."""
+class Match:
+    """Which tensors of a checkpoint fill which tensors of a model."""
 
-    as_stored: CheckpointIndex
-    """The checkpoint as its files have it, or the model's part of a training state."""
     index: CheckpointIndex
-    """The same with quantised weights as plain ones."""
+    """The checkpoint, or the model's part of a training state, with quantised weights as plain ones."""
     dequantized: Dequantized | None
     """What is dequantised while it is read; None of a plain checkpoint."""
     state: Mapping[str, torch.Tensor]
@@ -61,12 +59,6 @@ class Sources:
     """What fills those whose bytes no file holds as they are."""
     beside: frozenset[str]
     """Stored keys of what lies next to weights quantised as stored, and only servers read: saves copy it as heads."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Match(Sources):
-    """Which tensors of a checkpoint fill which tensors of a model."""
-
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]
@@ -98,31 +90,41 @@ def match_checkpoint(
     resize_vocabulary: bool = False,
 ) -> Match:
     """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated."""
-    sources = sources_of(model, index)
-    index, state, load_map = sources.index, sources.state, sources.load_map
+    state = persistent_tensors(model)
+    as_stored = index.of_model(state)
+    index, load_map, dequantized, computed, beside = _sources(model, state, as_stored)
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    wanted = {key: tensor for key, tensor in state.items() if key not in sources.computed.filled}
+    wanted = {key: tensor for key, tensor in state.items() if key not in computed.filled}
     loaded, tied_pairs, absent = _first_names(wanted, {key: stored[key] for key in stored.keys() - wrong})
     missing = {key for tied in absent for key in tied} - wrong
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
     heads = _heads(model, load_map, unexpected_keys)
     modules = {key.rpartition(".")[0] for key in heads}
-    if strict:
-        _refuse_other_keys(index, missing_keys, unexpected_keys)
+    if strict and (missing_keys or unexpected_keys):
+        raise CheckpointError(
+            f"{index.name!r} does not hold exactly what the model needs. Missing: "
+            f"{', '.join(sorted(missing_keys)) or 'none'}. Unexpected: {', '.join(sorted(unexpected_keys)) or 'none'}. "
+            "Use the matching auto class, or strict=False."
+        )
     return Match(
-        **vars(sources),
+        index=index,
+        dequantized=dequantized,
+        state=state,
+        load_map=load_map,
+        computed=computed,
+        beside=beside,
         loaded=loaded,
         tied_pairs=tuple(tied_pairs),
         to_initialize=frozenset(tied[0] for tied in absent),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
-        heads=part_of(index, heads.__contains__) if heads or sources.beside else None,
-        stored_heads=part_of(sources.as_stored, lambda key: key.rpartition(".")[0] in modules or key in sources.beside),
+        heads=part_of(index, heads.__contains__) if heads or beside else None,
+        stored_heads=part_of(as_stored, lambda key: key.rpartition(".")[0] in modules or key in beside),
         mismatched=mismatched,
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
@@ -145,15 +147,6 @@ def _first_names(
         else:
             absent.append(list(tied))
     return loaded, pairs, absent
-
-
-def _refuse_other_keys(index: CheckpointIndex, missing: Collection[str], unexpected: Collection[str]) -> None:
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{index.name!r} does not hold exactly what the model needs. Missing: "
-            f"{', '.join(sorted(missing)) or 'none'}. Unexpected: {', '.join(sorted(unexpected)) or 'none'}. "
-            "Use the matching auto class, or strict=False."
-        )
 
 
 def part_of(index: CheckpointIndex, holds: Callable[[str], bool]) -> CheckpointIndex:
@@ -235,10 +228,11 @@ def _refuse_untied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 # ---- where tensors come from ----
 
 
-def sources_of(model: nn.Module, index: CheckpointIndex) -> Sources:
-    """Where a model's tensors come from in a checkpoint. Nothing is read or communicated."""
-    state, quantization = persistent_tensors(model), stored_quantization(model)
-    as_stored = index.of_model(state)
+def _sources(
+    model: nn.Module, state: Mapping[str, torch.Tensor], as_stored: CheckpointIndex
+) -> tuple[CheckpointIndex, LoadMap, Dequantized | None, Weights4Bit, frozenset[str]]:
+    """Where a model's tensors come from in a checkpoint, as `Match` has it. Nothing is read or communicated."""
+    quantization, beside = stored_quantization(model), frozenset[str]()
     index, dequantized = with_floats(as_stored, quantization, state)
     is_known, parts, wanted, computed = dequantized is not None, packed_parts(model), dict(state), Weights4Bit()
     is_packed = bool(parts) and parts.isdisjoint(index.tensors)  # a training state has the parts under their own names
@@ -251,26 +245,23 @@ def sources_of(model: nn.Module, index: CheckpointIndex) -> Sources:
         used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
         dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
         index, load_map, computed = match_4bit(model, state, load_map, index)
-    sources = Sources(
-        as_stored=as_stored,
-        index=index,
-        dequantized=dequantized,
-        state=state,
-        load_map=load_map,
-        computed=computed,
-        beside=_beside(as_stored, index) if is_packed else frozenset(),
-    )
-    _refuse(sources, method_of(quantization), is_known=is_known or bool(computed.forms))
-    return sources
+        # what no parameter takes: scales of activations, shapes of packed weights, GPTQ's groups
+        quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
+        known = {part.key for tensor in quantized for part in tensor.parts} | index.tensors.keys()
+        beside = frozenset(as_stored.tensors.keys() - known) | {t.groups.key for t in quantized if t.groups is not None}
+    _refuse(index, state, load_map, method_of(quantization), is_known=is_known or bool(computed.forms))
+    return index, load_map, dequantized, computed, beside
 
 
-def _refuse(sources: Sources, method: str | None, *, is_known: bool) -> None:
+def _refuse(
+    index: CheckpointIndex, state: Mapping[str, torch.Tensor], load_map: LoadMap, method: str | None, *, is_known: bool
+) -> None:
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
     The files decide: a stored tensor is packed if it fills a floating-point parameter with integers, or if the model
     does not know it and it belongs to the module of a parameter that is missing or one byte wide.
     """
-    packed, index = _packed_tensors(sources), sources.index
+    packed = _packed_tensors(index.tensors, state, load_map)
     if not packed and (method is None or is_known):
         return
     if not packed:
@@ -297,9 +288,10 @@ def _refuse(sources: Sources, method: str | None, *, is_known: bool) -> None:
     )
 
 
-def _packed_tensors(sources: Sources) -> list[tuple[Stored, str]]:
+def _packed_tensors(
+    stored: Mapping[str, Stored], state: Mapping[str, torch.Tensor], load_map: LoadMap
+) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    state, load_map, stored = sources.state, sources.load_map, sources.index.tensors
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     modules: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
@@ -314,10 +306,3 @@ def _packed_tensors(sources: Sources) -> list[tuple[Stored, str]]:
             if target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point:
                 packed.append((t, str(target)))
     return packed
-
-
-def _beside(as_stored: CheckpointIndex, index: CheckpointIndex) -> frozenset[str]:
-    """Stored keys of what no parameter takes: scales of activations, shapes of packed weights, GPTQ's groups."""
-    quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
-    known = {part.key for tensor in quantized for part in tensor.parts} | index.tensors.keys()
-    return frozenset(as_stored.tensors.keys() - known) | {t.groups.key for t in quantized if t.groups is not None}

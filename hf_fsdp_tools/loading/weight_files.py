@@ -80,6 +80,10 @@ class Contents:
                 with os.scandir(path) as entries:
                     self.names = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
 
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, which is no link to nothing."""
+        return name in self.names and (self.path / name).is_file()
+
     def like(self, pattern: str) -> list[Path]:
         """Its files with such names, in order."""
         return [self.path / name for name in matching(self.names, pattern)]
@@ -91,8 +95,8 @@ class Contents:
         Axolotl writes the config of the base next to an adapter, and Accelerate an adapter's values next to PEFT's.
         """
         has_values = bool(self.like("adapter_model.*"))
-        if CONFIG in self.names:
-            is_model = self.has_safetensors or PICKLED in self.names or PICKLED_INDEX in self.names
+        if self.has(CONFIG):
+            is_model = self.has_safetensors or self.has(PICKLED) or self.has(PICKLED_INDEX)
             return ("model and adapter" if is_model else "adapter") if has_values else "model"
         is_state = METADATA in self.names or self.like(MODEL_FOLDERS) or self.like(ACCELERATE_PICKLED)
         return "model" if is_state and not has_values else "adapter"
@@ -105,18 +109,16 @@ class Contents:
     def dcp(self) -> "Contents | None":
         """The DCP folder of a model: itself, or the one inside it that Accelerate or the Trainer wrote; None without
         one."""
-        if self.has_safetensors or METADATA in self.names:
+        if self.has_safetensors or self.has(METADATA):
             return None if self.has_safetensors else self
         below = [Contents(self.path / name) for name in matching(self.names, f"{MODEL_FOLDERS}/")]
-        below = [folder for folder in below if METADATA in folder.names]
-        if len(below) > 1:
-            names = listed(folder.path.name for folder in below)
-            raise CheckpointError(f"{str(self.path)!r} holds several models: {names}. Give the path of one.")
+        below = [folder for folder in below if folder.has(METADATA)]
+        self._refuse_several([folder.path.name for folder in below], "folders")
         return below[0] if below else None
 
     def weights(self, *, allow_pickle: bool) -> tuple[list[Path], Path | None]:
         """The weight files, or the index file that names them; with the precedence of transformers."""
-        name = self._named_in_config() or next((each for each in (WEIGHTS, WEIGHTS_INDEX) if each in self.names), None)
+        name = self._named_in_config() or next((each for each in (WEIGHTS, WEIGHTS_INDEX) if self.has(each)), None)
         plain = [file for file in self.like("*.safetensors") if not file.name.startswith("adapter_")]
         if name is None and plain:
             _refuse_incomplete(plain)
@@ -126,7 +128,7 @@ class Contents:
             if not allow_pickle:
                 refuse_pickled([self.path] if self.is_file else self.like("pytorch_model*.bin"))
             pickled = (PICKLED, *of_accelerate, PICKLED_INDEX)
-            name = "" if self.is_file else next((each for each in pickled if each in self.names), None)
+            name = "" if self.is_file else next((each for each in pickled if self.has(each)), None)
         if name is not None:
             file = self.path / name
             return ([], file) if name.endswith(".json") else ([file], None)
@@ -147,15 +149,19 @@ class Contents:
                 "use_dcp=False), which do not say what they are parts of. Load them in a run that is set up like the "
                 "one that saved them (accelerator.load_state), and save it with SHARDED_STATE_DICT or FULL_STATE_DICT."
             )
-        if len(names) > 1:
-            raise CheckpointError(f"{str(self.path)!r} holds several models: {listed(names)}. Give the path of one.")
+        self._refuse_several(names, "files")
         return names
+
+    def _refuse_several(self, names: list[str], what: str) -> None:
+        if len(names) > 1:
+            fact = f"{str(self.path)!r} holds several models: {listed(names)}"
+            raise CheckpointError(f"{fact}. Give the path of one of these {what}.")
 
     def _named_in_config(self) -> str | None:
         """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it."""
         named = None
         with suppress(CheckpointError):  # whoever loads the config says so
-            named = read_json_object(self.path / CONFIG).get("transformers_weights") if CONFIG in self.names else None
+            named = read_json_object(self.path / CONFIG).get("transformers_weights") if self.has(CONFIG) else None
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
             return None
         if leaves_folder(named):
