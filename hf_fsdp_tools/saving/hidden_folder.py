@@ -17,8 +17,8 @@ from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.modeling.pickles import parse_json_object
+from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.stores import this_boot, try_lock
 from hf_fsdp_tools.text import space_at

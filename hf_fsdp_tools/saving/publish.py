@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hf_fsdp_tools.errors import storage_errors, warn
-from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder, keep, switch
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
