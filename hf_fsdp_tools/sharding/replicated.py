@@ -220,26 +220,24 @@ def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
         norm = nn.utils.get_total_norm(gradients, order)
         return norm.full_tensor() if isinstance(norm, DTensor) else _plain(norm)
     # Cut along several axes: torch would reduce one after the other too, of each gradient, and warn.
-    own = [Held.of(each).memory for each in gradients if not any(index for _, index in Held.of(each).replicated_axes)]
-    total = nn.utils.get_total_norm(own, order) if own else Held.of(first).memory.new_zeros(())
-    return _over_mesh(total, first.device_mesh, order)
+    return _over_mesh(gradients, [Held.of(each).memory for each in gradients], order)
 
 
 def norm_of_parts(parts: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The norm of gradients, given that of the part which this rank holds of each parameter's. Every rank must call."""
-    totals = []
-    for kind in by_kind(parts):
-        own = [parts[each] for each in kind if not any(index for _, index in Held.of(each).replicated_axes)]
-        total = torch.linalg.vector_norm(torch.stack(own)) if own else parts[kind[0]].new_zeros(())
-        first = kind[0]
-        totals.append(_over_mesh(total, first.device_mesh, 2.0) if isinstance(first, DTensor) else total)
-    return nn.utils.get_total_norm(totals)
+    return nn.utils.get_total_norm([_over_mesh(kind, [parts[each] for each in kind], 2.0) for kind in by_kind(parts)])
 
 
-def _over_mesh(total: torch.Tensor, mesh: DeviceMesh, order: float) -> torch.Tensor:
+def _over_mesh(kind: Sequence[torch.Tensor], held: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of what all ranks of a mesh hold of tensors of one kind: this rank's parts, replicas counted once."""
+    parts = zip(kind, held, strict=True)
+    own = [part for each, part in parts if not any(index for _, index in Held.of(each).replicated_axes)]
+    total = nn.utils.get_total_norm(own, order) if own else held[0].new_zeros(())
+    if not isinstance(first := kind[0], DTensor):
+        return total
     is_sum = not math.isinf(order)
     total = total.pow(order) if is_sum else total
-    for group in mesh.get_all_groups():
+    for group in first.device_mesh.get_all_groups():
         dist.all_reduce(total, dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX, group=group)
     return total.pow(1 / order) if is_sum else total
 
