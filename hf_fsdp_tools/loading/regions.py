@@ -33,22 +33,24 @@ class View:
 class Piece:
     """A box of one tensor that equals, index by index, a view of the tensor named `source`."""
 
-    start: tuple[int, ...]
-    """Where the box begins in the tensor that is put together from pieces."""
+    box: Box
+    """Where the piece lies in the tensor that is put together from pieces."""
     source: str
     """Name of the tensor that the elements come from."""
-    view: View
-    """Where they lie in it; its lengths are those of the box."""
+    offset: int
+    """Flat index of the first element in the source."""
+    strides: tuple[int, ...]
+    """Step in the flat source per dimension."""
 
     @classmethod
-    def whole(cls, source: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> "Piece":
+    def whole(cls, source: str, shape: Sequence[int], strides: tuple[int, ...] | None = None) -> "Piece":
         """A tensor of this shape that is all of its source, which is row-major where no strides are given."""
-        return cls(start=(0,) * len(shape), source=source, view=View.whole(shape, strides))
+        return cls(box=Box.whole(shape), source=source, offset=0, strides=strides or row_major_strides(shape))
 
     @property
-    def box(self) -> Box:
-        """Where the piece lies in the tensor that is put together from pieces."""
-        return Box(start=self.start, length=self.view.length)
+    def view(self) -> View:
+        """Where the elements lie in the source."""
+        return View(offset=self.offset, length=self.box.length, strides=self.strides)
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -59,10 +61,10 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def slice_piece(piece: Piece, box: Box) -> Piece | None:
     """The part of `piece` inside `box`, a box of the same tensor; None where the two do not meet."""
     common = piece.box.intersect(box)
-    if not common.numel:
-        return None
-    view = piece.view.crop(common.start_in(piece.box), common.length)
-    return Piece(start=common.start, source=piece.source, view=view)
+    if not common.numel or common == piece.box:
+        return piece if common.numel else None
+    skipped = sum(i * step for i, step in zip(common.start_in(piece.box), piece.strides, strict=True))
+    return Piece(box=common, source=piece.source, offset=piece.offset + skipped, strides=piece.strides)
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

@@ -120,9 +120,10 @@ def _mapped(t: PieceTensor, change: Callable[[Sequence[int], int], tuple[int, ..
     """A tensor with other dimensions: `change` gives what they have, and is told what a new one of length one has."""
     pieces = [
         Piece(
-            start=change(p.start, 0),
+            box=Box(start=change(p.box.start, 0), length=change(p.box.length, 1)),
             source=p.source,
-            view=View(offset=p.view.offset, length=change(p.view.length, 1), strides=change(p.view.strides, 0)),
+            offset=p.offset,
+            strides=change(p.strides, 0),
         )
         for p in t.pieces or ()
     ]
@@ -147,8 +148,9 @@ def _slice(
     high = max(low, high)
     shape = [high - low if d == dim else n for d, n in enumerate(t.shape)]
     keep = Box(start=tuple(low if d == dim else 0 for d in range(t.dim())), length=tuple(shape))
-    parts = (slice_piece(p, keep) for p in t.pieces or ())
-    return _moved(t, shape, [replace(part, start=part.box.start_in(keep)) for part in parts if part])
+    parts = [part for p in t.pieces or () if (part := slice_piece(p, keep))]
+    boxes = (Box(start=part.box.start_in(keep), length=part.box.length) for part in parts)
+    return _moved(t, shape, [replace(part, box=box) for part, box in zip(parts, boxes, strict=True)])
 
 
 def _split(t: PieceTensor, size: int, dim: int = 0) -> list[PieceTensor | None]:
@@ -201,8 +203,8 @@ def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
     pieces, offset = [], 0
     for t in tensors:
         for p in t.pieces or ():
-            start = tuple(s + offset if d == dim else s for d, s in enumerate(p.start))
-            pieces.append(replace(p, start=start))
+            start = tuple(s + offset if d == dim else s for d, s in enumerate(p.box.start))
+            pieces.append(replace(p, box=Box(start=start, length=p.box.length)))
         offset += t.shape[dim]
     shape = [offset if d == dim else n for d, n in enumerate(tensors[0].shape)]
     return PieceTensor(shape, tensors[0].dtype, pieces, frozenset[str]().union(*(t.sources for t in tensors)))
@@ -229,18 +231,17 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
     """Yield the piece under the new shape, split where its box is none there; untouched dimensions stay whole."""
     parts: list[tuple[tuple[Box, View], ...]] = [()]
     for old_dims, new_dims in _dim_groups(old, new):
-        box = Box(start=_pick(piece.start, old_dims), length=_pick(piece.view.length, old_dims))
-        view = View(offset=0, length=box.length, strides=_pick(piece.view.strides, old_dims))
+        box = Box(start=_pick(piece.box.start, old_dims), length=_pick(piece.box.length, old_dims))
+        view = View(offset=0, length=box.length, strides=_pick(piece.strides, old_dims))
         outer, inner = _pick(old, old_dims), _pick(new, new_dims)
         found = [(box, view)]
         if outer != inner:
             found = [option for run in _even_runs(box, view, outer) for option in boxes_of_run(*run, inner)]
         parts = [(*part, option) for part in parts for option in found]
     for part in parts:
-        start, length = sum((b.start for b, _ in part), ()), sum((b.length for b, _ in part), ())
-        strides = sum((v.strides for _, v in part), ())
-        offset = piece.view.offset + sum(v.offset for _, v in part)
-        yield Piece(start=start, source=piece.source, view=View(offset=offset, length=length, strides=strides))
+        box = Box(start=sum((b.start for b, _ in part), ()), length=sum((b.length for b, _ in part), ()))
+        offset = piece.offset + sum(v.offset for _, v in part)
+        yield Piece(box=box, source=piece.source, offset=offset, strides=sum((v.strides for _, v in part), ()))
 
 
 def _dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:

@@ -72,12 +72,13 @@ class Contents:
         """The folder, or the file."""
         self.names: list[str] = []
         """The names of files and, with a slash at their end, of folders, in order."""
+        self.stamps: dict[Path, tuple[int, int]] = {}
+        """What changes where a save replaces the checkpoint, as it was before the folder was listed."""
         with storage_errors("read", path), watched(path):
             self.is_file = path.is_file()
-            self.stamps = stamps(path / name for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG))
-            """What changes where a save replaces the checkpoint, as it was before the folder was listed."""
-            if path.is_dir():
-                with os.scandir(path) as entries:
+            if not self.is_file:
+                self.stamps = stamps(path / name for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG))
+                with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
                     self.names = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
 
     def has(self, name: str) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -68,25 +69,37 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_keep_their_size(
     assert packed(**of_group(), ignore=ignored) == {n for n in every if "mlp" in n} - {"0.mlp.up_proj.weight"}
 
 
-def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, patch_inner: Any) -> None:
+def test_memory_is_bounded_and_reads_are_few(tmp_path: Path, patch_inner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight of 2 MB at 1 MiB of staging: no part that is dequantised is larger than its share of that."""
     sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.Qwen3Config(vocab_size=131, num_key_value_heads=4, head_dim=64, **sizes)
     folder = make_quantized("fp8 of 128 x 128", tmp_path / "large", lambda: hf.Qwen3ForCausalLM(config))
     parts: list[int] = []
+    read: Any = WeakSet()
 
     def dequantizing(values: torch.Tensor, *args: Any, **options: Any) -> Any:
         parts.append(values.numel())
+        assert sum(slab.num_bytes for slab in read) <= most_read, "what is done is forgotten"
         return in_fp32(values, *args, **options)
 
+    def begin(slab: Any) -> Any:
+        read.add(slab)
+        return beginning(slab)
+
+    beginning, most_read = dequantize.Slab.begin, 2 * 2**16  # two windows of 1/16 of the staging buffers
     patch_inner(in_fp32=dequantizing)
+    monkeypatch.setattr(dequantize.Slab, "begin", begin)
     report = load_weights(build_meta_model(folder), folder, staging_bytes=2**20)
     stored = stored_tensors(folder)
     # scales are read again for the next rows of their blocks
     assert sum(t.nbytes for t in stored.values()) == report.share_bytes <= report.bytes_read
     assert report.read_ratio <= 1.05 and max(parts) * dequantize.WORK_BYTES <= 2**18
     assert sum(parts) == sum(t.numel() for t in stored.values() if t.dtype == torch.float8_e4m3fn)
+    many = hf.LlamaConfig(**SIZES | {"num_hidden_layers": 12})
+    small = make_quantized("fp8", tmp_path / "small", lambda: hf.LlamaForCausalLM(many))
+    load_weights(build_meta_model(small), small, staging_bytes=2**20)
     parts.clear()
+    most_read = 2**23
     report = load_weights(build_meta_model(folder), folder)
     assert len(parts) < 60 and report.read_calls <= len(parts) + len(stored), "few calls for scales"
     assert report.read_ratio <= 1.001

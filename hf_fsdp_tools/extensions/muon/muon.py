@@ -224,7 +224,7 @@ class _Stepped:
         """Add what came of the iteration to what this rank holds of a matrix."""
         from torch.optim._muon import _adjust_lr
 
-        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size(piece.view.length))
+        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size(piece.box.length))
         for held, memory in self._value.parts():
             contiguous = memory.contiguous()
             for box, values in views_of_piece(piece, contiguous, held, self.parameter.shape):

@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.extensions.muon.matrices import newton_schulz_flops
 from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
-from hf_fsdp_tools.loading.regions import Piece, View
+from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.streaming.routes import Arrival, Holders, Spread
 from hf_fsdp_tools.text import show_bytes
@@ -56,13 +56,13 @@ def matrices_in(model: nn.Module, names: Collection[str]) -> dict[str, tuple[Pie
 
 def _stacked(piece: Piece) -> Iterator[Piece]:
     """The matrices of a piece that is a whole tensor, along its leading dimensions."""
-    view = piece.view
-    if len(view.length) == 2:
+    length, strides = piece.box.length, piece.strides
+    if len(length) == 2:
         yield piece
         return
-    for i in range(view.length[0]):
-        inner = View(offset=view.offset + i * view.strides[0], length=view.length[1:], strides=view.strides[1:])
-        yield from _stacked(Piece(start=(0,) * len(inner.length), source=f"{piece.source}[{i}]", view=inner))
+    for i in range(length[0]):
+        source, offset = f"{piece.source}[{i}]", piece.offset + i * strides[0]
+        yield from _stacked(Piece(box=Box.whole(length[1:]), source=source, offset=offset, strides=strides[1:]))
 
 
 # ---- owners ----
@@ -175,7 +175,7 @@ def assign_owners(
         holders: which ranks hold which boxes of each parameter.
     """
     spreads = [holders[parameter].spread_of(piece) for parameter, piece in pieces]
-    flops = [newton_schulz_flops(*piece.view.length) for _, piece in pieces]
+    flops = [newton_schulz_flops(*piece.box.length) for _, piece in pieces]
     share = sum(flops) / num_ranks
     load = [0] * num_ranks
     owners: dict[int, int] = {}
@@ -196,7 +196,7 @@ def assign_owners(
             Matrix(
                 parameter,
                 piece,
-                Arrival(owners[i], str(i), str(i), Box.whole(piece.view.length), SENT_DTYPE, spreads[i]),
+                Arrival(owners[i], str(i), str(i), Box.whole(piece.box.length), SENT_DTYPE, spreads[i]),
             )
             for i, (parameter, piece) in enumerate(pieces)
         ),

@@ -10,7 +10,7 @@ import torch
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.loading.regions import Piece, row_major_strides
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.text import listed
 
@@ -55,7 +55,8 @@ class StoredTensor:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources."""
-        return (Piece(start=self.box.start, source=self.key, view=View.whole(self.shape, self.strides)),)
+        strides = self.strides or row_major_strides(self.shape)
+        return (Piece(box=self.box, source=self.key, offset=0, strides=strides),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,7 +280,7 @@ def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Tran
     slabs: list[Slab] = []
     for memory, tensor, box in places:
         for part in filter(None, (slice_piece(piece, box) for piece in tensor.pieces or ())):
-            place = memory_view(memory, part.box.start_in(box), part.view.length)
+            place = memory_view(memory, part.box.start_in(box), part.box.length)
             source = index.source(part.source)
             if isinstance(source, QuantizedTensor):
                 slabs.append(Slab(source, part.view, place))

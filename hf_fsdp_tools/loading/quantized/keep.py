@@ -180,13 +180,13 @@ def _moves_blocks(values: PieceTensor, high: int, wide: int, members: Sequence[Q
         each = next(each for each in members if each.values.key == piece.source)
         *_, rows, width = _as_bytes(each, "packed").shape
         across = max(1, wide * width // each.form.columns)
-        row, column = divmod(piece.view.offset % (rows * width), width)
+        row, column = divmod(piece.offset % (rows * width), width)
         places, (count, _) = (row, piece.box.start[-2]), piece.box.length[-2:]
         is_whole = high >= rows or high == 1
         if not is_whole and (
-            piece.view.strides[-2] != width or any(p % high for p in places) or (count % high and row + count != rows)
+            piece.strides[-2] != width or any(p % high for p in places) or (count % high and row + count != rows)
         ):
             return False
-        if across < width and (piece.view.strides[-1] != 1 or column % across or piece.box.start[-1] % across):
+        if across < width and (piece.strides[-1] != 1 or column % across or piece.box.start[-1] % across):
             return False
     return True
