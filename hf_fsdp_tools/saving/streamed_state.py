@@ -4,102 +4,95 @@ A state there is never replaced, so that nothing can damage it: each has a name 
 was cut off is known by a mark (`UNFINISHED`), and removed by the next save to that name.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TypeVar
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, entry_of, manifest_text
-from hf_fsdp_tools.saving.targets import Target
-from hf_fsdp_tools.stores import STATE_FOLDER_PREFIXES
+from hf_fsdp_tools.saving.manifest import MANIFEST, SAVING, UNFINISHED, entry_of, manifest_text
+from hf_fsdp_tools.saving.target import WholeFiles
+from hf_fsdp_tools.stores import STATE_FOLDER_PREFIXES, temporary_folder
 from hf_fsdp_tools.text import listed
 
 T = TypeVar("T")
 
 
-def take_name(target: Target, patterns: Collection[str]) -> None:
-    """Mark a place as that of a state that is being saved; refuse one that holds a state. Every rank must call.
+class StreamedState:
+    """A state of which each rank writes its part to a private folder, in the system's place for temporary files, and
+    puts it from there. Every rank must call each."""
 
-    `patterns` are of the files of a state; rank 0 removes those that a save has left that was cut off.
-    """
-    with agreed("saving the state", target.where):
-        target.check()
-        if rank_and_size()[0] == 0:
-            there = target.files()
-            left = _of_state(there, patterns)
-            if MANIFEST in there or (left and UNFINISHED not in there):
-                raise CheckpointError(
-                    f"{target.where!r} holds a training state ({listed(sorted(left) or [MANIFEST], 3)}), and states in "
-                    "stores are not replaced. Give each state a name of its own, as f'{run}/step-{step}'; or delete "
-                    "that one."
-                )
-            target.put(UNFINISHED, b"{}\n")
-            for name in left:
-                target.remove(name)
+    is_private = True
 
+    def __init__(self, target: WholeFiles, patterns: Sequence[str]) -> None:
+        """Of the `patterns` of the files of a state."""
+        self.where, self._target, self._patterns, self._held = target.where, target, patterns, ExitStack()
+        self.written_to, self.new = Path(gettempdir()), Path()
+        """The private folder, after `begin`."""
 
-def put_state(
-    target: Target, own: Path, needed: Iterable[str], patterns: Collection[str], *, checksums: bool, doing: str
-) -> tuple[dict[str, int], int]:
-    """Put the files of each rank's own folder, then the manifest. Every rank must call.
+    def begin(self) -> None:
+        """Mark the place as that of a state that is being saved; refuse one that holds a state.
 
-    The sizes of all files by their paths, and the bytes that this rank has put. Where several ranks have
-    a file (schedulers, with `save_on_each_node`), the first one's is put. Names, sizes and checksums are exchanged.
-    """
-    rank = rank_and_size()[0]
-    mine: list[str] = []
-    try:
-        with agreed(doing, target.where), storage_errors("read", own):
+        Rank 0 removes what a save has left that was cut off.
+        """
+        target = self._target
+        with agreed("saving the state", self.where):
+            target.begin()
+            if rank_and_size()[0] == 0:
+                there = target.files()
+                left = self._of_state(there)
+                if MANIFEST in there or (left and UNFINISHED not in there):
+                    raise CheckpointError(
+                        f"{self.where!r} holds a training state ({listed(sorted(left) or [MANIFEST], 3)}), and states "
+                        "in stores are not replaced. Give each state a name of its own, as f'{run}/step-{step}'; or "
+                        "delete that one."
+                    )
+                target.put(UNFINISHED, b"{}\n")
+                for name in left:
+                    target.remove(name)
+        with agreed("making a folder for the state", self.where), storage_errors("write to", self.written_to):
+            self.new = self._held.enter_context(temporary_folder())
+
+    def publish(self, needed: Iterable[str], *, checksums: bool = False) -> tuple[dict[str, int | None], int]:
+        """Put the files of each rank's own folder, then the manifest; the sizes of all files by their paths, and the
+        bytes that this rank has put.
+
+        Where several ranks have a file (schedulers, with `save_on_each_node`), the first one's is put. Names, sizes and
+        checksums are exchanged.
+        """
+        rank, own, target = rank_and_size()[0], self.new, self._target
+        with agreed(SAVING, self.where), storage_errors("read", own):
             files = {file.relative_to(own).as_posix(): file for file in sorted(own.rglob("*")) if file.is_file()}
             entries = {n: (f.stat().st_size, entry_of(f, checksums=checksums)) for n, f in files.items()}
             of_ranks = all_ranks(entries, "sharing sizes and checksums")
-            every = {name: entry for of_rank in reversed(of_ranks) for name, entry in of_rank.items()}
+            every = {name: entry for of_rank in reversed(of_ranks) for name, entry in sorted(of_rank.items())}
             mine = [name for name in files if not any(name in of_rank for of_rank in of_ranks[:rank])]
-            listed_ones = sorted({*needed, *_of_state(every, patterns)}) if rank == 0 else []
-            if gone := [name for name in listed_ones if name not in every]:
-                raise CheckpointError(
-                    f"No rank has written {listed(gone)} of the state for {target.where!r}. Save again."
-                )
+            if rank == 0:
+                named = sorted({*needed, *self._of_state(every)})
+                if gone := [name for name in named if name not in every]:
+                    raise CheckpointError(
+                        f"No rank has written {listed(gone)} of the state for {self.where!r}. Save again."
+                    )
+                text = manifest_text({name: every[name][1] for name in named})
+                (target.new / MANIFEST).write_text(text, "utf-8")
             for name in mine:
-                target.put_file(name, files[name])
-    except BaseException:
-        for name in mine:
-            with suppress(Exception):  # the mark says that nothing there counts, and the error that led here is shown
-                target.remove(name)
-        raise
-    sizes = {name: size for name, (size, _) in every.items()}
-    with agreed(doing, target.where):
-        if rank == 0:
-            _refuse_other_sizes(target, sizes)
-            _put_last(target, manifest_text({name: every[name][1] for name in listed_ones}).encode())
-    return sizes, sum(sizes[name] for name in mine)
+                target.copy(name, files[name])
+        sizes = {name: every[name][0] for name in sorted(every)}
+        with agreed(SAVING, self.where):
+            is_listed = {name: "/" not in name or name.startswith(STATE_FOLDER_PREFIXES) for name in sizes}
+            target.publish(MANIFEST, {name: size for name, size in sizes.items() if is_listed[name]})
+            if rank == 0:
+                with suppress(Exception):  # next to the manifest, the mark means nothing
+                    target.remove(UNFINISHED)
+        return {**sizes}, sum(sizes[name] for name in mine)
 
+    def discard(self) -> None:
+        """Remove the private folder, and what this rank has put; the mark says that nothing else there counts."""
+        self._target.discard()
+        self._held.close()
 
-def _of_state(files: Mapping[str, T], patterns: Iterable[str]) -> dict[str, T]:
-    return {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
-
-
-def _refuse_other_sizes(target: Target, sizes: dict[str, int]) -> None:
-    """Refuse a place that does not hold what the ranks have put, as far as it is listed."""
-    there = target.files()
-    expected = {name: size for name, size in sizes.items() if "/" not in name or name.startswith(STATE_FOLDER_PREFIXES)}
-    wrong = [name for name, size in expected.items() if there.get(name) != size]
-    if wrong:
-        raise CheckpointError(
-            f"{target.where!r} does not hold what the ranks wrote: {listed(wrong, 3)}. It must be the same store for "
-            "all ranks, and keep what is written there."
-        )
-
-
-def _put_last(target: Target, text: bytes) -> None:
-    """Put the manifest, and take the mark away; a request that failed may have been done all the same."""
-    try:
-        target.put(MANIFEST, text)
-    except CheckpointError:
-        if MANIFEST not in target.files():
-            raise
-    with suppress(Exception):  # next to the manifest, the mark means nothing
-        target.remove(UNFINISHED)
+    def _of_state(self, files: Mapping[str, T]) -> dict[str, T]:
+        return {n: file for n, file in files.items() if any(fnmatch(n, pattern) for pattern in self._patterns)}

@@ -10,8 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.integrations import resume, states
-from tests.api import StateSave, check_sums, last_complete, problem_of, read_manifest, rotate, write_manifest
+from hf_fsdp_tools.integrations import resume
+from hf_fsdp_tools.saving import state_folder as states
+from tests.api import StateFolder, check_sums, last_complete, problem_of, read_manifest, rotate, write_manifest
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
@@ -65,13 +66,13 @@ def test_rotation_keeps_the_limit_and_the_best_and_what_a_link_leads_to(tmp_path
 
 
 def save(folder: Path, text: str) -> None:
-    place = StateSave(folder, ("scheduler*",))
+    place = StateFolder(folder, ("scheduler*",))
     try:
         place.begin()
-        (place.staging / "scheduler.bin").write_text(text)
-        place.take_place()
+        (place.new / "scheduler.bin").write_text(text)
+        place.publish([])
     finally:
-        place.held.close()
+        place.discard()
 
 
 class Killed(BaseException):
