@@ -48,7 +48,8 @@ NAMES = {
     "integrations.accelerator": "ShardedAccelerator ShardedScaler adopt",
     "integrations.config": "OWN_KEYS SETTINGS TRAINING_KEYS VARIABLES YAML_KEYS rows_of",
     "integrations.model": "check_managed hand_over",
-    "integrations.resume": "AVERAGES _problem_of_state last_complete problem_of refuse_damage rotate using_format",
+    "integrations.resume": "AVERAGES TRAINER_GLOBS _problem_of_state last_complete problem_of refuse_damage rotate "
+    "using_format",
     "integrations.state": "start_state",
     "integrations.training_arguments": "plugin_arguments",
     "loading.conversion": "persistent_tensors",

@@ -180,7 +180,7 @@ class Folder(Target):
 
     @classmethod
     def at(cls, place: str) -> Self:
-        """Of any name."""
+        """Any name is a folder's."""
         return cls(Path(place.removeprefix("file://")))
 
     @property

@@ -24,13 +24,13 @@ class StateFolder:
     """Whether each rank has a `new` of its own."""
 
     def __init__(self, folder: Path, patterns: Sequence[str]) -> None:
-        """Of the `patterns` of the files of a state."""
+        """`patterns` are those of the files of a state."""
         self.folder, self._patterns = folder.parent.resolve() / folder.name, patterns
         self.where, self.written_to = str(self.folder), self.folder
         self.new = _hidden(self.folder) / (folder.name or "root")
         """Written to between `begin` and `publish`."""
         self._held = ExitStack()
-        """Of rank 0, the lock by which other jobs keep away."""
+        """The lock by which other jobs keep away, on rank 0."""
 
     def begin(self) -> None:
         """Make the staging folder, which all ranks must see."""

@@ -28,7 +28,7 @@ class StreamedState:
     is_private = True
 
     def __init__(self, target: WholeFiles, patterns: Sequence[str]) -> None:
-        """Of the `patterns` of the files of a state."""
+        """`patterns` are those of the files of a state."""
         self.where, self._target, self._patterns, self._held = target.where, target, patterns, ExitStack()
         self.written_to, self.new = Path(gettempdir()), Path()
         """The private folder, after `begin`."""

@@ -20,7 +20,7 @@ class Store(WholeFiles):
 
     @classmethod
     def at(cls, place: str) -> Self | None:
-        """Of a URL ("s3://bucket/run")."""
+        """A URL ("s3://bucket/run")."""
         url = as_url(place)
         return None if url is None else cls(url)
 

@@ -10,9 +10,17 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.integrations import resume
 from hf_fsdp_tools.saving import state_folder as states
-from tests.api import StateFolder, check_sums, last_complete, problem_of, read_manifest, rotate, write_manifest
+from tests.api import (
+    TRAINER_GLOBS,
+    StateFolder,
+    check_sums,
+    last_complete,
+    problem_of,
+    read_manifest,
+    rotate,
+    write_manifest,
+)
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
@@ -20,7 +28,7 @@ def checkpoint(folder: Path, step: int = 1) -> Path:
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    write_manifest(folder, ["trainer_state.json", "model.safetensors"], resume.TRAINER_GLOBS, checksums=True)
+    write_manifest(folder, ["trainer_state.json", "model.safetensors"], TRAINER_GLOBS, checksums=True)
     os.utime(folder, (step * 100, step * 100))
     return folder
 
