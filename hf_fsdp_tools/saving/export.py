@@ -168,10 +168,10 @@ def export_checkpoint(
                 layout = plan_layout(material.model, dtype, max_shard_size)
             requantizer = Requantizer(material, layout.places) if keep_stored_format else None
             loop = _Loop(material, layout, requantizer)
-            names = prepare_save(target, material.model, layout, dtype, side_files)
+            prepare_save(target, material.model, layout, dtype, side_files)
         files = [target.path / file for file in layout.sizes]
         write = partial(write_in_place, target, layout, files, partial(loop.write, target.path, progress))
-        report = BegunSave(target=target, layout=layout, names=names, write=write).finish()
+        report = BegunSave(target=target, layout=layout, write=write).finish()
     errors = requantizer.all_errors() if requantizer is not None else {}
     return replace(report, requantized=errors, seconds=round(time.perf_counter() - start_s, 4))
 

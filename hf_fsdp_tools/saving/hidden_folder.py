@@ -30,13 +30,13 @@ from typing import Any, Self
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
+from hf_fsdp_tools.folders import this_boot, try_lock
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import NOTHING, WEIGHTS_OF_A_SAVE, SavedNames, Target
+from hf_fsdp_tools.saving.target import WEIGHTS_OF_A_SAVE, Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import this_boot, try_lock
 from hf_fsdp_tools.text import listed, space_at
 
 NEW = "beside"
@@ -174,7 +174,6 @@ class Folder(Target):
         self.mark = secrets.token_hex(4)
         self._lock: int | None = None
         self._made: list[Path] = []
-        self._weights: Mapping[str, str] = {}
         self._parts: list[tuple[Folder, str, str]] = []
         """What is to be published: a folder, the file that leads to others, and a stranger."""
 
@@ -228,7 +227,7 @@ class Folder(Target):
                 if _HIDDEN.fullmatch(path.name) and path != self.path and not path.is_symlink():
                     _remove_if_killed(path, now_s)
 
-    def prepare(self, layout: Layout) -> SavedNames:
+    def prepare(self, layout: Layout) -> None:
         """Make every weight file with its header and its full length; refuse a folder in which a rank does not see
         these."""
         if rank_and_size()[0] == 0:
@@ -243,17 +242,15 @@ class Folder(Target):
                     f"Cannot save to {str(self.folder)!r}{space_at(self.folder.parent)}: {error}. {layout.num_bytes} "
                     "bytes are to be written; check space and permissions, or give another folder."
                 ) from None
-        names = super().prepare(layout)
+        super().prepare(layout)
         end_s = time.monotonic() + _APPEARS_S
         for name, expected in layout.sizes.items():
             path = self.path / name
             while (found := path.stat().st_size if path.exists() else None) != expected:
                 fact = "absent" if found is None else f"{found} bytes long, expected {expected}"
                 _wait_until(end_s, self.folder, f"{path.relative_to(self.folder)} is {fact}")
-        self._weights = names.weights
-        return names
 
-    def publish(self, last: str = "", sizes: Mapping[str, int] = NOTHING, stranger: str = "") -> None:
+    def publish(self, last: str, sizes: Mapping[str, int], stranger: str = "") -> None:
         """Switch to all files at once. Those that would be opened in place of what is saved, or with it, go or are
         renamed, with a warning. What is in a part of a `whole` appears with that."""
         if rank_and_size()[0] != 0:
@@ -270,7 +267,7 @@ class Folder(Target):
                 )
             for part, last, _ in parts:
                 if last in (WEIGHTS, WEIGHTS_INDEX):
-                    kept = {*part._weights.values(), last}
+                    kept = {*part.weights.values(), last}
                     part._remove_weights(n for n in part.files() if WEIGHTS_OF_A_SAVE.fullmatch(n) and n not in kept)
             self.discard()
 
@@ -282,7 +279,7 @@ class Folder(Target):
             if last == WEIGHTS:
                 os.replace(part.path / last, part.new / last)
             elif last == WEIGHTS_INDEX:
-                shards |= {part.path / file: part.folder / name for file, name in part._weights.items()}
+                shards |= {part.path / file: part.folder / name for file, name in part.weights.items()}
             if last in (WEIGHTS, WEIGHTS_INDEX):
                 gone += [at / n for n in (WEIGHTS, WEIGHTS_INDEX) if n != last and os.path.lexists(part.folder / n)]
             if stranger:

@@ -9,23 +9,23 @@ from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import SavedNames, Target
+from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed, show_bytes, table
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def publish_weights(target: Target, names: SavedNames, layout: Layout) -> None:
+def publish_weights(target: Target, layout: Layout) -> None:
     """Make complete weight files and all that lies next to them the checkpoint of a place. Every rank must call."""
-    last = WEIGHTS_INDEX if WEIGHTS_INDEX in names.others else WEIGHTS
+    last = WEIGHTS_INDEX if WEIGHTS_INDEX in target.others else WEIGHTS
     if last == WEIGHTS_INDEX and rank_and_size()[0] == 0:
         sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
         places = (*layout.places.items(), *layout.carried.items())
-        content = {"metadata": sizes, "weight_map": {key: names.weights[str(place.file)] for key, place in places}}
+        content = {"metadata": sizes, "weight_map": {key: target.weights[str(place.file)] for key, place in places}}
         with storage_errors("write to", target.new):
             (target.new / last).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
-    target.publish(last, {name: layout.sizes[file] for file, name in names.weights.items()}, ADAPTER_CONFIG)
+    target.publish(last, {name: layout.sizes[file] for file, name in target.weights.items()}, ADAPTER_CONFIG)
 
 
 def publish_adapter(target: Target) -> None:
@@ -42,7 +42,7 @@ def publish_adapter(target: Target) -> None:
         stranger = "" if base and os.path.realpath(base) == os.path.realpath(target.where) else CONFIG
         if not target.shows_all_at_once and any(name.startswith("adapter_model.") for name in target.files()):
             _refuse_other_config(target, config)
-    target.publish(ADAPTER_WEIGHTS, stranger=stranger)
+    target.publish(ADAPTER_WEIGHTS, {}, stranger)
 
 
 def _refuse_other_config(target: Target, config: Mapping[str, object]) -> None:

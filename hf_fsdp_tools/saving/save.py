@@ -39,7 +39,7 @@ from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.saving.streamed import begin_stream
-from hf_fsdp_tools.saving.target import SavedNames, Target, WholeFiles
+from hf_fsdp_tools.saving.target import Target, WholeFiles
 from hf_fsdp_tools.saving.targets import target_of
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -194,14 +194,14 @@ def begin_save(
             if isinstance(target, Folder):
                 held |= parts_of(layout.places, saved_tensors(model))
             scattered = [key not in held or copies.is_scattered(layout.transfers(held[key])) for key in layout.places]
-            names = prepare_save(target, model, layout, dtype, tokenizer, model_card)
-        begun = BegunSave(target=target, layout=layout, names=names)
+            prepare_save(target, model, layout, dtype, tokenizer, model_card)
+        begun = BegunSave(target=target, layout=layout)
         if isinstance(target, Folder):
             return _in_place(begun, target, model, held, scattered, staging_bytes, blocking=blocking)
         assert isinstance(target, WholeFiles)
         weights = live_weights(model, dtype=dtype)
         how: dict[str, Any] = {"staging_bytes": staging_bytes, "blocking": blocking}
-        send, write, copied_bytes = begin_stream(weights, target, layout, names, **how)
+        send, write, copied_bytes = begin_stream(weights, target, layout, **how)
         return replace(begun, send=send, write=write, copied_bytes=copied_bytes)
     except BaseException:
         target.discard()
@@ -263,7 +263,6 @@ class BegunSave:
 
     target: Target
     layout: Layout
-    names: SavedNames
     send: Callable[[], Exception | None] = lambda: None
     """Sends this rank's parts to those that write them; what this rank has failed with. Every rank must call."""
     write: Callable[[], TransferStats] = TransferStats
@@ -296,8 +295,8 @@ class BegunSave:
                 total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
                 if total != self.layout.num_bytes:
                     raise CheckpointError(f"Saving to {where!r} wrote {total} of {self.layout.num_bytes} bytes.")
-                publish_weights(self.target, self.names, self.layout)  # before any rank goes on
-        files, others = tuple(self.names.weights.values()), self.names.others
+                publish_weights(self.target, self.layout)  # before any rank goes on
+        files, others = tuple(self.target.weights.values()), self.target.others
         return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
 
 
@@ -328,12 +327,12 @@ def prepare_save(
     dtype: torch.dtype | None,
     tokenizer: Any,
     card: bool = False,
-) -> SavedNames:
-    """Begin, with all that lies next to the weights; the names of the files. Every rank must call, in `agreed`."""
+) -> None:
+    """Begin, with all that lies next to the weights. Every rank must call, in `agreed`."""
     target.begin(ADAPTER_CONFIG)
     if rank_and_size()[0] == 0:
         _stage_configs(model, target.new, target.where, dtype, tokenizer, card and target.read(CARD) is None)
-    return target.prepare(layout)
+    target.prepare(layout)
 
 
 def _stage_configs(

@@ -74,7 +74,7 @@ def save_by_library(
         reports = {place: write(inside[name], Folder(folder / place, target)) for name, place in places.items()}
         with agreed("finishing the save", folder):
             names = all_ranks(target.new_names() if is_first else (), "finishing the save")[0]
-            target.publish()
+            target.publish("", {})
     num_bytes = sum(tensor.nbytes for tensor in gathered.values() if tensor is not None)
     files = [Path(place, name).as_posix() for place, report in reports.items() for name in report.files]
     own = {"total_bytes": num_bytes, "bytes_written": num_bytes, "gathered_bytes": num_bytes}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.folders import try_lock
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.manifest import SAVING, write_manifest
-from hf_fsdp_tools.stores import try_lock
 
 
 class StateFolder:

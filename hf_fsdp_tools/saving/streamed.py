@@ -13,7 +13,7 @@ from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.io.files import TransferStats
 from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
-from hf_fsdp_tools.saving.target import SavedNames, Stream, WholeFiles
+from hf_fsdp_tools.saving.target import Stream, WholeFiles
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights
 from hf_fsdp_tools.streaming.routes import Arrival, Bucket, joined
@@ -21,7 +21,7 @@ from hf_fsdp_tools.text import grouped
 
 
 def begin_stream(
-    weights: LiveWeights, target: WholeFiles, layout: Layout, names: SavedNames, *, staging_bytes: int, blocking: bool
+    weights: LiveWeights, target: WholeFiles, layout: Layout, *, staging_bytes: int, blocking: bool
 ) -> tuple[Callable[[], Exception | None], Callable[[], TransferStats], int]:
     """What exchanges the weights, what completes this rank's files, and the bytes of copies from which it does so.
 
@@ -34,7 +34,7 @@ def begin_stream(
     if not blocking:
         with agreed("copying what is saved"):
             refuse_too_large(num_bytes, *COPIED)
-    own = _Files(target, layout, names, files[rank], is_held=not blocking)
+    own = _Files(target, layout, files[rank], is_held=not blocking)
     doing = f"writing the checkpoint ({target.where!r})"
     exchange = partial(_exchange, weights, layout, files, staging_bytes, own.put, doing)
     if not blocking:
@@ -56,10 +56,8 @@ def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
 class _Files:
     """This rank's files: streams that are opened when their first bytes come, or, if they are held, at the end."""
 
-    def __init__(
-        self, target: WholeFiles, layout: Layout, names: SavedNames, files: Iterable[str], *, is_held: bool
-    ) -> None:
-        self._target, self._layout, self._names = target, layout, names
+    def __init__(self, target: WholeFiles, layout: Layout, files: Iterable[str], *, is_held: bool) -> None:
+        self._target, self._layout = target, layout
         self._held: dict[str, list[bytes]] | None = {} if is_held else None
         self._streams: dict[str, Stream | None] = dict.fromkeys(files)
         self._stats = TransferStats()
@@ -83,7 +81,7 @@ class _Files:
 
     def _stream(self, file: str) -> Stream:
         if (stream := self._streams[file]) is None:
-            stream = self._streams[file] = self._target.stream(self._names.weights[file], self._layout.sizes[file])
+            stream = self._streams[file] = self._target.stream(self._target.weights[file], self._layout.sizes[file])
             stream.write(memoryview(self._layout.headers[file]))
         return stream
 

@@ -4,21 +4,17 @@ A state there is never replaced, so that nothing can damage it: each has a name 
 was cut off is known by a mark (`UNFINISHED`), and removed by the next save to that name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TypeVar
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.saving.manifest import MANIFEST, SAVING, UNFINISHED, entry_of, manifest_text
 from hf_fsdp_tools.saving.target import WholeFiles
-from hf_fsdp_tools.stores import STATE_FOLDER_PREFIXES, temporary_folder
 from hf_fsdp_tools.text import listed
-
-T = TypeVar("T")
 
 
 class StreamedState:
@@ -29,9 +25,13 @@ class StreamedState:
 
     def __init__(self, target: WholeFiles, patterns: Sequence[str]) -> None:
         """`patterns` are those of the files of a state."""
-        self.where, self._target, self._patterns, self._held = target.where, target, patterns, ExitStack()
-        self.written_to, self.new = Path(gettempdir()), Path()
+        self.where, self._target, self._patterns = target.where, target, patterns
+        self.written_to, self.discard = Path(gettempdir()), target.discard
+
+    @property
+    def new(self) -> Path:
         """The private folder, after `begin`."""
+        return self._target.new
 
     def begin(self) -> None:
         """Mark the place as that of a state that is being saved; refuse one that holds a state.
@@ -46,15 +46,13 @@ class StreamedState:
                 left = self._of_state(there)
                 if MANIFEST in there or (left and UNFINISHED not in there):
                     raise CheckpointError(
-                        f"{self.where!r} holds a training state ({listed(sorted(left) or [MANIFEST], 3)}), and states "
+                        f"{self.where!r} holds a training state ({listed(left or [MANIFEST], 3)}), and states "
                         "in stores are not replaced. Give each state a name of its own, as f'{run}/step-{step}'; or "
                         "delete that one."
                     )
                 target.put(UNFINISHED, b"{}\n")
                 for name in left:
                     target.remove(name)
-        with agreed("making a folder for the state", self.where), storage_errors("write to", self.written_to):
-            self.new = self._held.enter_context(temporary_folder())
 
     def publish(self, needed: Iterable[str], *, checksums: bool = False) -> tuple[dict[str, int | None], int]:
         """Put the files of each rank's own folder, then the manifest; the sizes of all files by their paths, and the
@@ -82,17 +80,11 @@ class StreamedState:
                 target.copy(name, files[name])
         sizes = {name: every[name][0] for name in sorted(every)}
         with agreed(SAVING, self.where):
-            is_listed = {name: "/" not in name or name.startswith(STATE_FOLDER_PREFIXES) for name in sizes}
-            target.publish(MANIFEST, {name: size for name, size in sizes.items() if is_listed[name]})
+            target.publish(MANIFEST, sizes)
             if rank == 0:
                 with suppress(Exception):  # next to the manifest, the mark means nothing
                     target.remove(UNFINISHED)
         return {**sizes}, sum(sizes[name] for name in mine)
 
-    def discard(self) -> None:
-        """Remove the private folder, and what this rank has put; the mark says that nothing else there counts."""
-        self._target.discard()
-        self._held.close()
-
-    def _of_state(self, files: Mapping[str, T]) -> dict[str, T]:
-        return {n: file for n, file in files.items() if any(fnmatch(n, pattern) for pattern in self._patterns)}
+    def _of_state(self, files: Iterable[str]) -> list[str]:
+        return sorted(name for name in files if any(fnmatch(name, pattern) for pattern in self._patterns))

@@ -6,20 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import gettempdir
 from threading import current_thread, main_thread
-from types import MappingProxyType
 from typing import Protocol, Self
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError, warn
+from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError, storage_errors, warn
+from hf_fsdp_tools.folders import temporary_folder
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import temporary_folder
 from hf_fsdp_tools.text import listed
 
 WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -29,17 +28,6 @@ _STRANGERS = {
     ADAPTER_CONFIG: "an adapter, which would be put on weights next to it",
     CONFIG: "a model, which the adapter would be put on",
 }
-
-NOTHING: Mapping[str, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedNames:
-    """The names of a checkpoint's files."""
-
-    weights: dict[str, str]
-    """Weight file of the layout to its name in the place."""
-    others: tuple[str, ...]
 
 
 class Target(ABC):
@@ -54,6 +42,10 @@ class Target(ABC):
     """What no other save has in the names of its files, after `prepare`."""
     new: Path
     """On rank 0, a folder for all files but weights, under the names that they will have in the place."""
+    weights: Mapping[str, str]
+    """After `prepare`, the names of weight files in the place, by those in the layout."""
+    others: tuple[str, ...]
+    """After `prepare`, the names of all other files."""
     shows_all_at_once = False
     """Whether `publish` replaces any number of files in one step."""
 
@@ -79,7 +71,7 @@ class Target(ABC):
         """Make `new`. A `stranger` is a file that would be opened with what is saved."""
 
     @abstractmethod
-    def publish(self, last: str, sizes: Mapping[str, int] = NOTHING, stranger: str = "") -> None:
+    def publish(self, last: str, sizes: Mapping[str, int], stranger: str = "") -> None:
         """Make what was written the checkpoint of the place: files of these sizes, by their names, and what lies in
         `new`, of which the `last` one leads to all others. Next to an index, weights of other saves go."""
 
@@ -93,25 +85,22 @@ class Target(ABC):
     def __exit__(self, *error: object) -> None:
         self.discard()
 
-    def prepare(self, layout: Layout) -> SavedNames:
-        """Make place for weights; the names that transformers gives to their files, and those of all in `new`.
+    def prepare(self, layout: Layout) -> None:
+        """Make place for weights under the names that transformers gives to their files, next to what is in `new`.
 
         Where the place holds weights of an earlier save, or is not replaced at once, the mark of this save is part of
         the names (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index never opens files of
         another save.
         """
-        names = None
+        weights, others = {file: file for file in layout.sizes}, tuple[str, ...]()
         if rank_and_size()[0] == 0:
-            weights, others = {file: file for file in layout.sizes}, self.new_names()
+            others = self.new_names()
             if len(weights) > 1 or not self.shows_all_at_once:
                 is_marked = not self.shows_all_at_once or any(map(WEIGHTS_OF_A_SAVE.fullmatch, self.files()))
                 marked, single = f"model.{self.mark}" if is_marked else "model", "model-00001-of-00001.safetensors"
                 weights = {f: (single if f == WEIGHTS else f).replace("model", marked, 1) for f in weights}
                 others = (*others, WEIGHTS_INDEX)
-            names = SavedNames(weights=weights, others=others)
-        self.mark, names = all_ranks((self.mark, names), "preparing the save")[0]
-        assert names is not None
-        return names
+        self.mark, self.weights, self.others = all_ranks((self.mark, weights, others), "preparing the save")[0]
 
     def new_names(self) -> tuple[str, ...]:
         """Names that the files in `new` will have in the place."""
@@ -161,6 +150,10 @@ class WholeFiles(Target):
     def open(self, name: str, size: int) -> Stream:
         """A new file of so many bytes."""
 
+    def lists(self, name: str) -> bool:
+        """Whether `files` would have a file of this name."""
+        return True
+
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, in one step."""
         stream = self.open(name, len(content))
@@ -181,11 +174,11 @@ class WholeFiles(Target):
         return {}
 
     def begin(self, stranger: str = "") -> None:
-        """Check, and refuse a place in which there is another kind of model."""
+        """Check, and refuse a place in which there is another kind of model; each rank has a folder of its own."""
         self.check()
-        if rank_and_size()[0] == 0:
-            if stranger and stranger in self.files():
-                raise CheckpointError(f"{self.where!r} holds {_STRANGERS[stranger]}. Save to another place.")
+        if stranger and rank_and_size()[0] == 0 and stranger in self.files():
+            raise CheckpointError(f"{self.where!r} holds {_STRANGERS[stranger]}. Save to another place.")
+        with storage_errors("write to", Path(gettempdir())):
             self.mark, self.new = secrets.token_hex(4), self._held.enter_context(temporary_folder())
 
     def stream(self, name: str, size: int) -> Stream:
@@ -198,7 +191,7 @@ class WholeFiles(Target):
         self._own[name] = None
         self.put_file(name, file)
 
-    def publish(self, last: str, sizes: Mapping[str, int] = NOTHING, stranger: str = "") -> None:
+    def publish(self, last: str, sizes: Mapping[str, int], stranger: str = "") -> None:
         """Put all files, the last one last; if that fails, put back what was there."""
         self._own.clear()  # rank 0 has to remove it from now on
         if rank_and_size()[0] != 0:
@@ -206,17 +199,17 @@ class WholeFiles(Target):
         former, outdated, gone = dict[str, bytes | None](), list[str](), list[str]()
         try:
             there = self.files()
-            if wrong := [
-                f"{n} has {there.get(n, 0)} of {size} bytes" for n, size in sizes.items() if there.get(n) != size
-            ]:
+            wrong = [name for name, size in sizes.items() if self.lists(name) and there.get(name) != size]
+            if wrong:
+                found = listed((f"{name} has {there.get(name, 0)} of {sizes[name]} bytes" for name in wrong), 3)
                 raise CheckpointError(
-                    f"{self.where!r} does not hold what the ranks wrote: {listed(wrong, 3)}. It must be the same store "
-                    "for all ranks, and keep what is written there."
+                    f"{self.where!r} does not hold what the ranks wrote: {found}. It must be the same store for all "
+                    "ranks, and keep what is written there."
                 )
             if last == WEIGHTS_INDEX:
-                outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in {*sizes, last}]
+                outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in (*sizes, last)]
                 gone = [name for name in outdated if name == WEIGHTS]  # which would be opened in place of the index
-            for name in (*(name for name in self.new_names() if name != last), last):
+            for name in (*(name for name in self.new_names() if name not in sizes and name != last), last):
                 content, now = (self.new / name).read_bytes(), self.read(name)
                 if now != content and (now is None or name != CARD):
                     former[name] = now

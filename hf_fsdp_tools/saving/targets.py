@@ -32,6 +32,10 @@ class Store(WholeFiles):
         """By one request for each folder."""
         return {name: file.size for name, file in files_at(self._url, below=STATE_FOLDER_PREFIXES).items()}
 
+    def lists(self, name: str) -> bool:
+        """Folders of a state are listed, no others."""
+        return "/" not in name or name.startswith(STATE_FOLDER_PREFIXES)
+
     def open(self, name: str, size: int) -> Stream:
         """Blocks go to the store while more come."""
         return Upload(f"{self._url}/{name}", size)
