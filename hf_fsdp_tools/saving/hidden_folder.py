@@ -35,7 +35,7 @@ from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import WEIGHTS_OF_A_SAVE, Target
+from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed, space_at
 
@@ -267,8 +267,7 @@ class Folder(Target):
                 )
             for part, last, _ in parts:
                 if last in (WEIGHTS, WEIGHTS_INDEX):
-                    kept = {*part.weights.values(), last}
-                    part._remove_weights(n for n in part.files() if WEIGHTS_OF_A_SAVE.fullmatch(n) and n not in kept)
+                    part._remove_weights({*part.weights.values(), last})
             self.discard()
 
     def _switch(self, parts: "Iterable[tuple[Folder, str, str]]") -> list[str]:

@@ -49,6 +49,7 @@ from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.live import live_weights
 from hf_fsdp_tools.streaming.merging import merged_model
+from hf_fsdp_tools.streaming.outgoing import refuse_empty
 from hf_fsdp_tools.text import dtype_name, grouped
 
 _SLAB_BYTES = 16 * 2**20
@@ -311,12 +312,7 @@ def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
         )
-    empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
-    if empty:
-        raise CheckpointError(
-            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
-            "load_weights or from_pretrained before it is saved; after a failed load, load it again."
-        )
+    refuse_empty(persistent_tensors(model), "it is saved")
     refuse_cast(model, dtype)
 
 

@@ -3,7 +3,7 @@
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cached_property
@@ -106,13 +106,14 @@ class Target(ABC):
         """Names that the files in `new` will have in the place."""
         return tuple(sorted(f.relative_to(self.new).as_posix() for f in self.new.rglob("*") if f.is_file()))
 
-    def _remove_weights(self, names: Iterable[str]) -> None:
+    def _remove_weights(self, kept: Collection[str]) -> None:
         """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded.
 
         Side by side if it may be: freeing the pages and blocks of a large file takes the system a while.
         """
         may_thread = self.shows_all_at_once and current_thread() is main_thread()  # or the interpreter may be ending
         try:
+            names = [name for name in self.files() if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in kept]
             with ThreadPoolExecutor() if may_thread else nullcontext() as pool:
                 list(pool.map(self.remove, names) if pool else map(self.remove, names))
         except (OSError, CheckpointError) as error:
@@ -196,7 +197,7 @@ class WholeFiles(Target):
         self._own.clear()  # rank 0 has to remove it from now on
         if rank_and_size()[0] != 0:
             return
-        former, outdated, gone = dict[str, bytes | None](), list[str](), list[str]()
+        former, gone = dict[str, bytes | None](), list[str]()
         try:
             there = self.files()
             wrong = [name for name, size in sizes.items() if self.lists(name) and there.get(name) != size]
@@ -206,9 +207,8 @@ class WholeFiles(Target):
                     f"{self.where!r} does not hold what the ranks wrote: {found}. It must be the same store for all "
                     "ranks, and keep what is written there."
                 )
-            if last == WEIGHTS_INDEX:
-                outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in (*sizes, last)]
-                gone = [name for name in outdated if name == WEIGHTS]  # which would be opened in place of the index
+            if last == WEIGHTS_INDEX and WEIGHTS in there:  # which would be opened in place of the index
+                gone = [WEIGHTS]
             for name in (*(name for name in self.new_names() if name not in sizes and name != last), last):
                 content, now = (self.new / name).read_bytes(), self.read(name)
                 if now != content and (now is None or name != CARD):
@@ -222,7 +222,8 @@ class WholeFiles(Target):
                     with suppress(Exception):  # the error that led here is the one to show
                         self.remove(name) if old is None else self.put(name, old)
                 raise
-        self._remove_weights(name for name in outdated if name not in gone)
+        if last == WEIGHTS_INDEX:
+            self._remove_weights({*sizes, last})
         self.discard()
 
     def _is_there(self, name: str, gone: Collection[str]) -> bool:
