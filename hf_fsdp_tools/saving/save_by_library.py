@@ -59,7 +59,7 @@ def save_by_library(
         for name, tensor in _named_tensors(model)
         if not name.startswith(within)
     }
-    folder, is_first, places = target.folder, rank_and_size()[0] == 0, dict[str, str]()
+    folder, is_first, places, own_card = target.folder, rank_and_size()[0] == 0, dict[str, str](), b""
     with target:
         with agreed("saving the files of the model's library", folder), storage_errors("save to", folder):
             target.begin()
@@ -70,9 +70,12 @@ def save_by_library(
                         save_tokenizer(tokenizer, target.new)
                     if card and not (target.new / CARD).exists() and target.read(CARD) is None:
                         model_card_of(model).save(target.new / CARD)
+                own_card = (target.new / CARD).read_bytes() if (target.new / CARD).exists() else b""
             target.mark, places = all_ranks((target.mark, places), "saving the files of the model's library")[0]
         reports = {place: write(inside[name], Folder(folder / place, target)) for name, place in places.items()}
-        with agreed("finishing the save", folder):
+        with agreed("finishing the save", folder), storage_errors("save to", folder):
+            if own_card:
+                (target.new / CARD).write_bytes(own_card)  # rather than that of an adapter inside
             names = all_ranks(target.new_names() if is_first else (), "finishing the save")[0]
             target.publish("", {})
     num_bytes = sum(tensor.nbytes for tensor in gathered.values() if tensor is not None)

@@ -44,7 +44,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving import target as places
 from hf_fsdp_tools.steps import build_meta_model, load_weights
-from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, no_space, refusal
+from tests._checkpoints import assert_same_tensors, full_state, loaded, make_checkpoint, make_model, no_space, refusal
 from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
@@ -597,6 +597,19 @@ def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp
         warnings.simplefilter("error")
         save_pretrained(adapter, base)
     assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
+
+
+def test_a_library_has_its_own_card_and_what_is_in_it_is_an_adapter(tmp_path: Path) -> None:
+    class WithCard(OfLibrary):
+        def save_pretrained(self, folder: str) -> None:
+            super().save_pretrained(folder)
+            Path(folder, "README.md").write_text("of the library")
+
+    for _ in range(2):
+        report = save_pretrained(WithCard(tuned(NEW)), tmp_path)
+        assert (tmp_path / "README.md").read_text() == "of the library"
+        assert report.files == ("adapter_model.safetensors",) and "head.txt" in report.others
+    assert_same_tensors(by_library(tmp_path).state_dict(), tuned(NEW).state_dict())
 
 
 class NoTokenizer:
