@@ -90,7 +90,7 @@ NAMES = {
     "saving.hidden_folder": "Folder=HiddenFolder",
     "saving.manifest": "MANIFEST UNFINISHED check_sums read_manifest write_manifest",
     "saving.publish": "SaveReport",
-    "saving.state_folder": "StateFolder",
+    "saving.states": "StateFolder",
     "scripting.arguments": "_Parser",
     "scripting.data": "share_of_stream",
     "scripting.demo": "demo_rows make_demo_model train_demo_tokenizer",

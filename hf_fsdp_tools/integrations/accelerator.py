@@ -56,7 +56,7 @@ from hf_fsdp_tools.integrations.version1 import saveable
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.saving.state_folder import former_of, remove_leftovers
+from hf_fsdp_tools.saving.states import former_of, remove_leftovers
 from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.saving.targets import target_of
 from hf_fsdp_tools.sharding.added import shard_added

@@ -33,7 +33,7 @@ from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
-from hf_fsdp_tools.saving.state_folder import remove_leftovers
+from hf_fsdp_tools.saving.states import remove_leftovers
 from hf_fsdp_tools.stores import told
 from hf_fsdp_tools.text import first_line, listed, listed_lines, quoted, space_at
 

@@ -15,13 +15,11 @@ from hf_fsdp_tools.distributed.agreement import agreed, announced
 from hf_fsdp_tools.errors import storage_errors, warn
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.saving.held_dcp import BufferedWriter, ThreadedWriter, copy_held
-from hf_fsdp_tools.saving.hidden_folder import Folder
-from hf_fsdp_tools.saving.manifest import MANIFEST, SAVING
+from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
-from hf_fsdp_tools.saving.state_folder import StateFolder, remove_folder
-from hf_fsdp_tools.saving.streamed_state import StreamedState
-from hf_fsdp_tools.saving.target import Target, WholeFiles
+from hf_fsdp_tools.saving.states import SAVING, StateFolder, StreamedState, remove_folder, state_place
+from hf_fsdp_tools.saving.target import Target
 
 
 class StateSave:
@@ -80,6 +78,7 @@ class StateSave:
             where = Path(self.place.where)
             with agreed("deleting old states", where), storage_errors("delete states older than", where):
                 self.after()
+                self.held.close()  # before any rank goes on
         total_bytes = sum(size or 0 for size in sizes.values())
         return self.report(files=tuple(sizes), total_bytes=total_bytes, bytes_written=num_bytes + put_bytes)
 
@@ -93,12 +92,7 @@ def saving_state(target: Target, patterns: Sequence[str], *, blocking: bool, che
     """
     start_s = time.perf_counter()
     wait_for_saves()
-    place: StateFolder | StreamedState
-    if isinstance(target, Folder):
-        place = StateFolder(target.folder, patterns)
-    else:
-        assert isinstance(target, WholeFiles)
-        place = StreamedState(target, patterns)
+    place = state_place(target, patterns)
     state = StateSave(place, blocking=blocking)
     try:
         place.begin()

@@ -23,9 +23,6 @@ UNFINISHED = "unfinished_checkpoint.json"
 """Name of the file that a save to a store puts first and removes last: next to it, no manifest means that it was cut
 off."""
 
-SAVING = "saving (what was saved before is still there)"
-"""What ranks that save a training state are doing, for messages."""
-
 _FORMAT = 1
 _MOST = 200_000
 """Files that a checkpoint may have. (assumed)"""

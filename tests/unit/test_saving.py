@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.saving import state_folder as states
+from hf_fsdp_tools.saving import states
 from tests.api import (
     TRAINER_GLOBS,
     StateFolder,
