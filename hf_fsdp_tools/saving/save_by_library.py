@@ -56,7 +56,7 @@ def save_by_library(
     within = tuple(f"{name}." for name in inside)
     gathered = {
         name: gather_to_first(tensor, staging_bytes=staging_bytes)
-        for name, tensor in _named_tensors(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if not name.startswith(within)
     }
     folder, is_first, places, own_card = target.folder, rank_and_size()[0] == 0, dict[str, str](), b""
@@ -111,7 +111,7 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in units]
     whole: dict[torch.Tensor, torch.Tensor] = {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if (new := gathered.get(name)) is not None:
             whole[tensor] = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
     swap(model, whole)
@@ -122,10 +122,6 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
         swap(model, {new: old for old, new in whole.items()})
         for hook in hooks:
             hook.remove()
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
