@@ -35,7 +35,7 @@ from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.saving.target import ADAPTER_WEIGHTS, Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed, space_at
 
@@ -152,7 +152,7 @@ _APPEARS_S = 60.0
 """How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
 
 
-_OPENED_WITH = {ADAPTER_CONFIG: ("adapter_model.safetensors", "adapter_model.bin")}
+_OPENED_WITH = {ADAPTER_CONFIG: (ADAPTER_WEIGHTS, "adapter_model.bin")}
 """What is opened with a file."""
 
 
