@@ -35,8 +35,8 @@ from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import ADAPTER_WEIGHTS, Target
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_FILES
 from hf_fsdp_tools.text import listed, space_at
 
 NEW = "beside"
@@ -150,10 +150,6 @@ ranks of a save that makes no progress wait for each other. (assumed)"""
 
 _APPEARS_S = 60.0
 """How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
-
-
-_OPENED_WITH = {ADAPTER_CONFIG: (ADAPTER_WEIGHTS, "adapter_model.bin")}
-"""What is opened with a file."""
 
 
 class Folder(Target):
@@ -282,7 +278,7 @@ class Folder(Target):
             if last in (WEIGHTS, WEIGHTS_INDEX):
                 gone += [at / n for n in (WEIGHTS, WEIGHTS_INDEX) if n != last and os.path.lexists(part.folder / n)]
             if stranger:
-                names = (stranger, *_OPENED_WITH.get(stranger, ()))
+                names = (stranger, *(ADAPTER_FILES if stranger == ADAPTER_CONFIG else ()))
                 renamed += [(part, name) for name in names if (part.folder / name).is_file()]
             lasts += [at / last] if last else []
         changed = self._changed(lasts)

@@ -9,8 +9,8 @@ from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.target import ADAPTER_WEIGHTS, Target
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hf_fsdp_tools.text import listed, show_bytes, table
 
 

@@ -15,8 +15,8 @@ from hf_fsdp_tools.hub import CARD, hub_name_of, upload
 from hf_fsdp_tools.modeling.module_tree import own_class
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.publish import SaveReport
-from hf_fsdp_tools.saving.target import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.saving.target import WEIGHTS_OF_A_SAVE
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:

@@ -17,7 +17,8 @@ from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.publish import SaveReport, publish_adapter
-from hf_fsdp_tools.saving.target import ADAPTER_WEIGHTS, Target
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_WEIGHTS
 from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.outgoing import chosen_by_peft
 

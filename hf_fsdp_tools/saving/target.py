@@ -21,8 +21,6 @@ from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
 WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weight files and index of this package's saves and of transformers'."""
 
