@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.testing import hide_gpus
 
 _KEYS = ("case", "device", "size", "gpus")
+_TRAINING = ("source", "model", "gpu", "gpus", "max_length", "precision", "offload", "attention")
+"""What two published trainings have alike that differ in settings alone, so that their ratio tells what these do."""
 
 
 def run_memory(args: argparse.Namespace) -> None:
@@ -94,6 +97,7 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
     peaks: list[Sequence[str]] = []
     rates: list[Sequence[str]] = []
     errors: dict[str, list[float]] = {}
+    ratios: list[tuple[list[str | None], str, float]] = []
     for row in rows:
         peak, source = row.estimate(), row.entry["source"]
         if gib := row.entry.get("gib"):
@@ -108,6 +112,10 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
             for name in ("tokens per second", f"of these {'fitted' if is_fitted else 'in no fit'}"):
                 errors.setdefault(name, []).append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
+            ratios.append(([row.entry.get(key) for key in _TRAINING], row.name, rate / real))
+    pairs = [(one[2] / two[2] - 1) for one, two in combinations(ratios, 2) if one[0] == two[0] and one[1] != two[1]]
+    if pairs:
+        errors["ratio of two with other settings"] = pairs
     lines = ["# Published trainings and what was estimated", "", state_of_the_code(), ""]
     lines += ["Errors are estimated over published, less 1.", ""]
     lines += table_of(

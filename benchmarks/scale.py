@@ -48,8 +48,9 @@ from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.loading.fill import _share_of
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, STAGING_BYTES, write_transfers
-from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, reads_of
+from hf_fsdp_tools.loading.io.transfer import Limits
 from hf_fsdp_tools.loading.match import match_checkpoint
+from hf_fsdp_tools.loading.quantized.dequantize import reads_of
 from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -128,9 +129,9 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
         places, bands, _, _, share = _share_of(persistent_tensors(model), match.index, match.loaded, {})
         places += (place for band in bands if band for place in band.begin(ranks // 3)[0])
         transfers, _ = reads_of(places, match.index)
-        limits = Limits(request_bytes=2**23, buffer_bytes=2**25, host_gap_bytes=MAX_GAP_BYTES, device_gap_bytes=0)
-        batches = cut_batches(transfers, limits, on_device=lambda memory: False)
-        sizes = [request.stop - request.start for batch in batches for request in batch.requests]
+        limits: dict[str, int] = {"request_bytes": 2**23, "buffer_bytes": 2**25, "device_gap_bytes": 0}
+        cut = Limits(**limits, host_gap_bytes=MAX_GAP_BYTES, on_device=lambda memory: False)
+        sizes = [request.stop - request.start for batch in cut.batches(transfers) for request in batch]
         return len(sizes), sum(sizes), share
 
     calls, read, share = timed("reads", reads)

@@ -4,7 +4,7 @@
     python benchmarks/training.py --device cuda --models 1b 8b --records training.jsonl            # one GPU or more
     python benchmarks/training.py --models tiny --steps 5 --runs 1           # to try the script
 
-hf_fsdp_tools              `recipes/finetune.py` under a file of `hf-fsdp config`
+hf_fsdp_tools              `recipes/finetune.py` under a file of `hf-fsdp init`
 TRL                        TRL's own `trl/scripts/sft.py` under the `fsdp2.yaml` that TRL ships. In a world of one
                            Accelerate drops FSDP, and on CPUs too: there it is started by torchrun, and is plain DDP
 TRL, chunked loss          the same with `--loss_type chunked_nll`, which our recipe takes by itself
@@ -172,7 +172,7 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
         making = ["--num-processes", str(cell["ranks"]), "--mixed-precision", precision, "--output", str(config)]
         making += ["--cpu"] if cell["device"] == "cpu" else []
         program = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        subprocess.run([sys.executable, "-c", program, "config", *making], check=True, cwd=ROOT, capture_output=True)
+        subprocess.run([sys.executable, "-c", program, "init", *making], check=True, cwd=ROOT, capture_output=True)
         words += ["--config_file", str(config)]
     elif name == NATIVE:
         words += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", precision]

@@ -1,10 +1,9 @@
-"""Write `accelerate_configs/` anew with `hf-fsdp config`, or compare: python docs/make_configs.py [--check] [NAME ...]
+"""Write `accelerate_configs/` anew with `hf-fsdp search`, or compare: python docs/make_configs.py [--check] [NAME ...]
 
 The settings of a file depend on what is trained. One rule for all: sequences of 4,096 tokens, 64 of them per
 optimizer step; all parameters where that fits with AdamW on fp32, otherwise LoRA (r 16); never offload. The files of
-machines are for Llama-3.1-8B; those of `models/` are pairs for one model: the launch file, and NAME.run.yaml for the
-recipe. A model is a config.json that is made on the spot, with the published sizes and under the hub's name, so
-nothing is downloaded.
+machines are for Llama-3.1-8B; those of `models/` are presets for one model. A model is a config.json that is made on
+the spot, with the published sizes and under the hub's name, so nothing is downloaded.
 """
 
 import argparse
@@ -28,16 +27,13 @@ MACHINES |= {"2x8x80gb": ("h100-80gb", 16)}
 """GPU, whose speed decides between settings that fit, and processes over all machines, by file."""
 MODELS = {
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B", 1),
-    "qwen3-4b": ("Qwen/Qwen3-4B", 8),
     "qwen3-8b": ("Qwen/Qwen3-8B", 8),
     "qwen3-14b": ("Qwen/Qwen3-14B", 8),
     "qwen3-32b": ("Qwen/Qwen3-32B", 8),
     "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", 8),
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", 1),
-    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", 8),
     "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", 8),
     "gemma-3-1b": ("google/gemma-3-1b-pt", 1),
-    "mistral-7b": ("mistralai/Mistral-7B-v0.3", 8),
     "gpt-oss-20b": ("openai/gpt-oss-20b", 8),
     "phi-4": ("microsoft/phi-4", 8),
     "gpt-oss-20b-mxfp4": ("openai/gpt-oss-20b", 1),
@@ -49,24 +45,24 @@ MODELS = {
     "mistral-small-4": ("mistralai/Mistral-Small-4-119B-2603", 8),
     "nemotron-3-nano": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8),
 }
-"""Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --config`."""
+"""Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --preset`."""
 MORE = {"gpt-oss-20b-mxfp4": ["--dequantize", "false"]}
 """Options of some: LoRA on a base that stays as it is stored."""
 
 
 def command(name: str, output: str) -> list[str]:
-    """The options of `hf-fsdp config` for a file, without what is trained."""
+    """The options of `hf-fsdp init` and `search` for a file, without what is trained."""
     end = ["--output", output]
     if name == "cpu":
-        return ["config", "--cpu", *end]
+        return ["init", "--cpu", *end]
     rule = ["--no-offload-params", "--global-batch-size", "64", "--optimizer", "adamw"]
     if name in MODELS:
         model, count = MODELS[name]
         gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]
-        return ["config", model, "--recipe", "finetune", *gpus, *MORE.get(name, []), *rule, *end]
+        return ["search", model, "--recipe", "finetune", *gpus, *MORE.get(name, []), *rule, *end]
     gpu, count = MACHINES[name]
     several = ["--num-machines", "2", "--slurm"] if count > 8 else []
-    return ["config", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]
+    return ["search", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]
 
 
 def write(name: str) -> None:

@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_fsdp_tools import TrainingSetup, estimate_memory
+from hf_fsdp_tools.axes import AXES
 from hf_fsdp_tools.cli.options import progress
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.configs import max_positions
@@ -188,8 +189,8 @@ def page(found: Family) -> str:
         "## Commands",
         "",
         "```bash",
-        "hf-fsdp config NAME --gpu h100-80gb --num-processes 8 --recipe finetune --output mine.yaml",
-        "hf-fsdp finetune --config_file mine.yaml --config mine.run.yaml --dataset_name trl-lib/Capybara",
+        "hf-fsdp search NAME --gpu h100-80gb --num-processes 8 --recipe finetune --output mine.yaml",
+        "hf-fsdp finetune --preset mine.yaml --dataset_name trl-lib/Capybara",
         "```",
         "",
         "NAME is the model on the hub, or its folder.",
@@ -214,11 +215,11 @@ def index(pages: list[Path]) -> str:
     shipped = [
         "## Settings",
         "",
-        "`hf-fsdp finetune --config NAME` takes these, found by `hf-fsdp config`, for cards of 80 GB, rows of 4,096.",
+        "`hf-fsdp finetune --preset NAME` takes these, found by `hf-fsdp search`, for cards of 80 GB, rows of 4,096.",
         "",
-        "| `--config` | Model | GPUs | Trained | Rows × micro-batches of a GPU | Memory of a GPU, estimated |",
+        "| `--preset` | Model | GPUs | Trained | Rows × micro-batches of a GPU | Memory of a GPU, estimated |",
         f"|{' --- |' * 6}",
-        *map(settings, sorted((ROOT / "accelerate_configs" / "models").glob("*.run.yaml"))),
+        *map(settings, sorted((ROOT / "accelerate_configs" / "models").glob("*.yaml"))),
         "",
     ]
     toctree = ["```{toctree}", ":hidden:", ":glob:", "*", "```"]
@@ -226,21 +227,19 @@ def index(pages: list[Path]) -> str:
 
 
 def settings(path: Path) -> str:
-    """The line of a pair of files for one model."""
-    name = path.name.removesuffix(".run.yaml")
-    text = path.with_name(f"{name}.yaml").read_text(encoding="utf-8")
-    run, launch = yaml.safe_load(path.read_text(encoding="utf-8")), yaml.safe_load(text)
-    tp_size = launch.get("parallelism_config", {}).get("parallelism_config_tp_size", 1)
+    """The line of a preset for one model."""
+    text = path.read_text(encoding="utf-8")
+    found = yaml.safe_load(text)
+    run, launch = found["options"], found["launch"]
     trained = [f"LoRA, rank {run['lora_r']}" if run.get("use_peft") else "all parameters"]
     trained += ["base as stored"] * (run.get("dequantize") is False)
-    trained += ["activation checkpointing"] * launch["fsdp_config"]["fsdp_activation_checkpointing"]
-    trained += [f"`tp_size` {tp_size}"] * (tp_size > 1)
-    trained += [f"`ep_size` {size}" for size in [launch["fsdp_config"].get("fsdp_ep_size", 1)] if size > 1]
+    trained += ["activation checkpointing"] * launch.get("activation_checkpointing", False)
+    trained += [f"`{axis.size}` {launch[axis.size]}" for axis in AXES if axis.size in launch]
     memory = re.search(r"^# memory +(\S+ GB)", text, re.MULTILINE)
     assert memory is not None, path
     rows = f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
     model, count = run["model_name_or_path"], launch["num_processes"]
-    return f"| `{name}` | {model} | {count} | {', '.join(trained)} | {rows} | {memory[1]} |"
+    return f"| `{path.stem}` | {model} | {count} | {', '.join(trained)} | {rows} | {memory[1]} |"
 
 
 def main() -> None:

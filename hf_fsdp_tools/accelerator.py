@@ -43,6 +43,12 @@ def device_title(device: torch.device) -> str | None:
     return None if name is None else str(name())
 
 
+def device_bytes(device: torch.device) -> int | None:
+    """The memory of the first device of a kind; None where torch does not say. It makes no context there."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(0)
+    return getattr(properties, "total_memory", None)
+
+
 def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still get without swapping, of the machine and within a container's limit (cgroups 1
     and 2), also of what files take."""

@@ -188,11 +188,12 @@ def recipe_commands(recipe: str, table: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-_FILE = "goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of hf-fsdp and of "
+_FILE = "goes into the launch file: `hf-fsdp init --output FILE` writes one, and --config_file of hf-fsdp and of "
 _OF_LAUNCHER = "cp_size tp_size ep_size dp_replicate_size num_processes num_machines machine_rank compute_environment "
 ELSEWHERE = dict.fromkeys(f"{_OF_LAUNCHER}distributed_type".split(), f"{_FILE}`accelerate launch` takes it.")
 ELSEWHERE["mixed_precision"] = "is for the launcher: give it before the script, or the script --bf16 true."
-ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp config --from FILE` translates its JSON."
+ELSEWHERE["deepspeed"] = "is not used: FSDP2 shards here. `hf-fsdp convert FILE` translates its JSON."
+ELSEWHERE["preset"] = "is for `hf-fsdp RECIPE`, which starts the launcher by it."
 OURS = {"batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate"}
 OURS |= {"max_seq_length": "max_length", "model": "model_name_or_path", "dataset": "dataset_name"}
 OURS |= {"seq_len": "max_length", "gpus": "num_processes"}

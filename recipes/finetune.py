@@ -3,7 +3,7 @@
 On data made on the spot, with a small Llama: nothing to download, 2 minutes on 2 CPU cores, 0.7 GB for each process;
 the evaluation loss falls from 7.6 to below 4.5 (`--num_processes 1` runs one process).
 
-`hf-fsdp config MODEL` writes a launch config for another model or machine, with the memory and time that it predicts.
+`hf-fsdp search MODEL` writes a launch config for another model or machine, with the memory and time that it predicts.
 Every option of TRL's SFTConfig works (`--help-all`), also from a YAML file (`--config run.yaml`).
 """
 

@@ -58,7 +58,7 @@ def fake_ranks(world_size: int = 8, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
+def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True, memory: int | None = None) -> None:
     """Let the package see so many GPUs in this process, of which none can be used."""
     import torch
 
@@ -66,6 +66,7 @@ def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
 
     monkeypatch.setattr(accelerator, "find_accelerator", lambda: torch.device("cuda") if count else None)
     monkeypatch.setattr(accelerator, "computes_bfloat16", lambda device: bf16)
+    monkeypatch.setattr(accelerator, "device_bytes", lambda device: memory)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 

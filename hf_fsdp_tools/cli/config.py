@@ -1,19 +1,21 @@
-"""The command `hf-fsdp config`: an Accelerate config for this machine or another, with a reason for each choice; with a
-model, the fastest that fits."""
+"""The commands `hf-fsdp init`, `search` and `convert`: an Accelerate config for machines, the fastest settings of a
+model that fit, or the translation of another file, each with reasons."""
 
 import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.axes import size_names, with_degrees
+from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
     FLOAT8,
+    add_json,
+    add_link_options,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -30,6 +32,7 @@ from hf_fsdp_tools.cli.options import (
     refuse,
     write,
 )
+from hf_fsdp_tools.cli.presets import Preset
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job, Template
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.recipes import RECIPES
@@ -40,19 +43,47 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.recommend import Recommendation
 
 
-def add_config(commands: Any) -> None:
-    """Add the command `config`."""
-    about = "write an Accelerate config: with NAME the fastest that fits, else one for this machine"
-    epilog = examples(
-        "config Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
-        "config Qwen/Qwen3-8B --gpu rtx-4090 --num-processes 1 --load-in-4bit --lora-r 16",
-        "config --output here.yaml",
-        "config --from deepspeed.json --output fsdp.yaml",
+def add_init(commands: Any) -> None:
+    """Add the command `init`."""
+    about = "write an Accelerate config for this machine, or others"
+    uses = ("init --output here.yaml", "init --gpu h100-80gb --num-processes 16 --output two.yaml --slurm")
+    _add_machines(_parser(commands, "init", about, uses))
+
+
+def add_search(commands: Any) -> None:
+    """Add the command `search`."""
+    about = "find the fastest settings of NAME that fit, and write them"
+    uses = (
+        "search Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
+        "search Qwen/Qwen3-8B --gpu rtx-4090 --num-processes 1 --load-in-4bit --lora-r 16",
     )
-    parser = commands.add_parser("config", help=about, description=about, epilog=epilog)
+    parser = _parser(commands, "search", about, uses)
     add_model(parser, optional=True)
-    about = "file to translate: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
+    add_link_options(_add_machines(parser, searched=" (searched unless given)"))
+    train = parser.add_argument_group("what is trained (batches are searched unless given)").add_argument
+    train("--global-batch-size", type=count, metavar="N", help="sequences per optimizer step over all GPUs")
+    train("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free (default: 0.1)")
+    add_training_options(train, recipes())
+
+
+def add_convert(commands: Any) -> None:
+    """Add the command `convert`."""
+    about = "translate a file of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
+    parser = _parser(commands, "convert", about, ("convert deepspeed.json --output fsdp.yaml",))
+    parser.add_argument("source", type=Path, metavar="FILE", help="the file to translate")
+    _add_machines(parser)
+
+
+def _parser(commands: Any, name: str, about: str, uses: Sequence[str]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, epilog=examples(*uses))
+    parser.set_defaults(run=_config, model=None, source=None)
+    return parser
+
+
+def _add_machines(parser: argparse.ArgumentParser, searched: str = "") -> Callable[..., Any]:
+    """Add the file to write, machines, and what FSDP does there; return what adds more about machines."""
+    if not searched:
+        add_json(parser.add_argument)
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
     templates = parser.add_mutually_exclusive_group()
     for name, template in TEMPLATES.items():
@@ -67,15 +98,11 @@ def add_config(commands: Any) -> None:
     about = "port there (default: a free one; 29500 for several machines)"
     machines("--main-process-port", type=count, metavar="PORT", help=about)
     machines("--gpu-ids", metavar="0,1", help="GPUs of this machine (default: all)")
-    shard = parser.add_argument_group("sharding (with NAME searched unless given)").add_argument
+    shard = parser.add_argument_group(f"sharding{searched}").add_argument
     add_sharding_options(shard)
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     shard("--state-dict-type", choices=kinds, help="form of training checkpoints (default: SHARDED_STATE_DICT)")
-    train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
-    train("--global-batch-size", type=count, metavar="N", help="sequences per optimizer step over all GPUs")
-    train("--margin", type=float, metavar="X", help="part of the GPU's memory that stays free (default: 0.1)")
-    add_training_options(train, recipes())
-    parser.set_defaults(run=_config)
+    return machines
 
 
 @dataclass(kw_only=True)
@@ -91,35 +118,36 @@ class _Answer:
     script: list[str]
     """Words behind it."""
     best: "Recommendation | None" = None
-    run_path: Path | None = None
-    """File of the training's settings."""
-    run: dict[str, Any] = field(default_factory=dict)
-    """What stands in it."""
+    preset: Preset | None = None
+    """What is written in place of the config."""
 
 
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import LaunchConfig
 
     template = TEMPLATES.get(options.template)
-    _refuse_together(options, template)
+    if options.output is None and template is not None:
+        raise ConfigError(f"--{options.template} writes {template.about} next to the config: name that with --output")
+    if options.cpu and options.gpu is not None:
+        raise ConfigError("--cpu and --gpu: give one of them")
+    if options.output is None:
+        refuse(options, ("force",), "is for the file of --output: name it")
     check_writable(options.output)
     translation = None if options.source is None else LaunchConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
-    if options.model is None:
+    if hasattr(options, "recipe"):
+        answer = _of_model(options, config, reasons)
+    else:
         start = [*config.launch_variables, "accelerate", "launch"]
         words = [] if translation is None else translation.words
         lines, script = _reason_lines(config, reasons), ["your_script.py", *words]
         answer = _Answer(config=config, reasons=reasons, lines=lines, start=start, script=script)
-    else:
-        answer = _of_model(options, config, reasons)
     text, launch, texts = _files(options, answer, template)
     written = _write(texts, force=options.force)
     if options.json:
-        best, run_path = answer.best, answer.run_path
         value: dict[str, Any] = {"config": asdict(answer.config), "reasons": answer.reasons, "launch": launch}
-        value["yaml"] = text
-        value |= {"output": options.output and str(options.output), "run_file": run_path and str(run_path)}
-        value |= {} if best is None else {"recommendation": json.loads(best.to_json())}
+        value |= {"yaml": text, "output": options.output and str(options.output)}
+        value |= {} if answer.best is None else {"recommendation": json.loads(answer.best.to_json())}
         if translation is not None:
             value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
         print(json.dumps(value, indent=1))
@@ -129,7 +157,7 @@ def _config(options: argparse.Namespace) -> None:
         short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
         rows = [*_aligned([*short]), ""]
     report = [*rows, *answer.lines, *[""] * (answer.best is not None), *written]
-    if answer.best is not None:  # what stands behind the recipe's name is TRL's, and a script of TRL takes it too
+    if answer.best is not None and answer.preset is None:  # the words are TRL's, and a script of TRL takes them too
         own = shlex.join(["--config_file", str(options.output or "FILE"), "your_script.py", *answer.script])
         report.append(f"or      accelerate launch {own}")
     report.append(f"launch  {launch}")
@@ -138,42 +166,21 @@ def _config(options: argparse.Namespace) -> None:
     print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
 
 
-def _refuse_together(options: argparse.Namespace, template: Template | None) -> None:
-    """Refuse options that say nothing next to others, or contradict them."""
-    from hf_fsdp_tools import LaunchConfig
-
-    if options.output is None and template is not None:
-        raise ConfigError(f"--{options.template} writes {template.about} next to the config: name that with --output")
-    if options.cpu and options.gpu is not None:
-        raise ConfigError("--cpu and --gpu: give one of them")
-    if options.output is None:
-        refuse(options, ("force",), "is for the file of --output: name it")
-    if options.model is None:
-        known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
-        known |= {each.name for each in fields(with_degrees(LaunchConfig))}
-        refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
-    if options.source is not None and options.model is not None:
-        raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
-
-
 def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict[str, str]) -> _Answer:
     """The fastest settings of a model that fit, and the recipe that trains it with them."""
+    if options.model is None:
+        raise ConfigError("search NAME: which model? `hf-fsdp init` writes a config for machines alone")
+    from hf_fsdp_tools.foresight.memory import EXPANDABLE
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting import setups
 
     recipe = options.recipe or setups.DEFAULT_RECIPE
     best = _recommend(options, config, recipe)
-    is_here = options.template in (None, "slurm")  # elsewhere the launch file is carried along alone
     values = setups.options_of(recipe, options.model, best.setup)
     if recipe == setups.DEFAULT_RECIPE and config.num_processes == 1 and _packs(options):
         values["packing"] = True
-    if options.recipe is not None and options.output is not None:
-        values = setups.run_values(values, best.setup, recipe=recipe)
-    run_path, script = None, setups.recipe_words(values)
-    if options.recipe is not None and options.output is not None and is_here:
-        run_path = options.output.with_suffix(".run.yaml")
-        script = ["--config", str(run_path), "--dataset_name", "DATASET"]
     lines = [*str(best).splitlines(), *filter(None, [RECIPES[recipe].note])]
-    if not is_here and Path(options.model).exists():
+    if options.template not in (None, "slurm") and Path(options.model).exists():
         lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
     if "num_machines" in reasons and config.num_machines > 1:
         lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
@@ -181,15 +188,21 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
         lines.append(f"fp8       {FLOAT8}")
     recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload", "_save_ops"))
     names = [*size_names(), "reshard_after_forward", "offload_params", *recomputed]
+    config, preset = replace(config, **{name: getattr(best.setup, name) for name in names}), None
+    script = setups.recipe_words(values)
+    if options.recipe is not None and options.output is not None:
+        values = setups.run_values(values, best.setup, recipe=recipe)
+        allocator = EXPANDABLE.partition("=")[2] if best.expandable_bytes else ""
+        preset = Preset.of(recipe, gpu_named(best.setup.gpu).name, allocator, config, values)
+        script = ["--dataset_name", "DATASET"]
     return _Answer(
-        config=replace(config, **{name: getattr(best.setup, name) for name in names}),
+        config=config,
         reasons=reasons,
         lines=lines,
         start=["hf-fsdp", recipe],
         script=script,
         best=best,
-        run_path=run_path,
-        run=values,
+        preset=preset,
     )
 
 
@@ -203,13 +216,12 @@ def _packs(options: argparse.Namespace) -> bool:
 
 def _files(options: argparse.Namespace, answer: _Answer, template: Template | None) -> tuple[str, str, dict[Path, str]]:
     """The YAML, the command that starts with it, and the text of each file that is asked for."""
-    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.foresight.memory import EXPANDABLE
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.scripting import setups
 
     config, best, command = answer.config, answer.best, options.command_line
-    start = [EXPANDABLE] if best is not None and best.expandable_bytes else []
-    start += [*answer.start, "--config_file", str(options.output or "FILE")]
+    start = [EXPANDABLE] if best is not None and best.expandable_bytes and answer.preset is None else []
+    start += [*answer.start, "--config_file" if answer.preset is None else "--preset", str(options.output or "FILE")]
     for word in (*start, *address_words(config), *answer.script, options.model or ""):
         if printable(word) != word or "\n" in word:
             raise ConfigError(
@@ -217,7 +229,10 @@ def _files(options: argparse.Namespace, answer: _Answer, template: Template | No
                 "character, or the password or query of a URL. Take another name; stores have settings of their own."
             )
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *answer.script])}", "", *answer.lines]
-    text = config.to_accelerate_yaml(command=command, notes=notes)
+    if answer.preset is not None:
+        text = answer.preset.text([f"Generated by: {command}", *notes])
+    else:
+        text = config.to_accelerate_yaml(command=command, notes=notes)
     launch = shlex.join([*start, *address_words(config), *cpu_words(config), *answer.script])
     if options.output is None:
         return text, launch, {}
@@ -228,9 +243,6 @@ def _files(options: argparse.Namespace, answer: _Answer, template: Template | No
         words = [*start, *answer.script]
         job = Job(config=config, launch=words, path=options.output, text=text, command=command, gpu=gpu)
         launch, texts[path] = template.start_command(options.output), template.make(job, str(path))
-    if answer.run_path is not None:
-        about = {"recipe": answer.start[-1], "command": command, "launch": launch}
-        texts[answer.run_path] = setups.run_file(answer.run, **about)
     return text, launch, texts
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.options import (
     FLOAT8,
+    add_link_options,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -56,6 +57,7 @@ def add_estimate(commands: Any) -> None:
     add_model(parser)
     machines = parser.add_argument_group("machines").add_argument
     add_machine_options(machines, processes="1", gpu="h100-80gb")
+    add_link_options(machines)
     add_training_options(parser.add_argument_group("training").add_argument, recipes())
     shard = parser.add_argument_group("sharding").add_argument
     add_sharding_options(shard)
@@ -132,7 +134,9 @@ def _estimate(options: argparse.Namespace) -> None:
     else:
         time = estimates[setup.wrapping].time
         print(f"\n{within(time, 100)}")
-        if options.tokens:
+        if options.tokens and not time.is_estimated:
+            print("  nor hours and cost")
+        elif options.tokens:
             hours = time.hours(options.tokens)
             cost = ""
             if options.price:
@@ -154,14 +158,14 @@ def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: 
     from hf_fsdp_tools.foresight.memory import MARGIN
 
     most = show_bytes(round(memory.total * (1 + MARGIN)))
-    yield f"up to {most} on a real GPU: `hf-fsdp config` leaves {100 * MARGIN:.0f} % free for that"
+    yield f"up to {most} on a real GPU: `hf-fsdp search` leaves {100 * MARGIN:.0f} % free for that"
     if whole_loss is not None:
         fits = "" if whole_loss.fits else ", which does not fit"
         total = show_bytes(whole_loss.total)
         yield f"chunked loss, as the recipes make it; with full logits (--loss full) {total} in all{fits}"
     if more is not None:
         near = "; ".join(more) or "nothing near; take a smaller model"
-        yield f"what fits: {near}. `hf-fsdp config` with the model's name searches for the fastest setting"
+        yield f"what fits: {near}. `hf-fsdp search NAME` finds the fastest setting"
 
 
 def _explained(memory: "MemoryEstimate") -> list[str]:
@@ -199,7 +203,7 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
 def _fits(each: Estimate) -> str:
     if not each.memory.fits:
         return "no"
-    return "yes" if each.memory.spare_bytes >= 0 else "slowly"
+    return "yes" if each.memory.spare_bytes >= 0 else "if expandable"
 
 
 def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:

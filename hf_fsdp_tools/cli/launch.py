@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.options import ANY_ADDRESS, SHOWN, column, decide, filled
+from hf_fsdp_tools.cli.presets import check_count, is_preset, shipped, taken_preset
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.recipes import commands_of, recipe_of
 from hf_fsdp_tools.text import ELSEWHERE, did_you_mean, kind_of_file, no_option
@@ -44,8 +45,8 @@ _USUAL = {
 
 _ABOUT = {
     "--config_file YAML": "takes its config: a file, or the name of one that comes with the package (8x80gb)",
-    "--config NAME": "of the recipe: its options from a file, or those for a model that come with the package, with a "
-    "launch config for 8 GPUs of 80 GB or one (qwen3-8b)",
+    "--preset NAME": "takes options and launch config for a model from one file of `hf-fsdp search`, or from one that "
+    "comes with the package, for 8 GPUs of 80 GB or one (qwen3-8b)",
     "--cpu": "runs on CPU with gloo, whatever this machine has",
     "--num_processes N": "starts so many processes over all machines; likewise --num_machines, --machine_rank, "
     "--main_process_ip, --main_process_port, --gpu_ids, --mixed_precision",
@@ -57,14 +58,6 @@ Without --config_file the recipe runs on all GPUs of this machine, or on 2 CPU p
 {about}
 `hf-fsdp estimate MODEL --recipe {name}` predicts memory and time.
 """
-
-
-def shipped(folder: str) -> Path:
-    """The folder of the recipes (`recipes`) or of the configs (`accelerate_configs`): of the clone from which the
-    package is imported, otherwise inside the installed package."""
-    package = Path(__file__).parents[1]
-    clone = package.parent
-    return clone / folder if (clone / "pyproject.toml").is_file() and (clone / folder).is_dir() else package / folder
 
 
 def recipes() -> dict[str, Path]:
@@ -97,16 +90,18 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
     launch, launcher_words, recipe_words = split_words(options.rest)
-    recipe_words = _with_shipped_run(recipe_words, launch)
+    preset, recipe_words = taken_preset(recipe_words, recipe.stem.replace("_", "-"), launch)
     # TrainingArguments have the option too; the launcher has to know it.
     launch["cpu"] |= any(word in ("--use_cpu", "--use-cpu") for word in recipe_words)
     command = [sys.executable, "-m", "hf_fsdp_tools.integrations.accelerate_launch", *launcher_words]
     script = [str(recipe), *recipe_words]
     if launch["config_file"] is not None:
         path = named_config(launch["config_file"])
+        if is_preset(path):
+            raise ConfigError(f"--config_file {path} is a preset: --preset {path} takes it")
         _check_file(path, launch)
         return _run([*command, "--config_file", str(path), *script])
-    config, _ = decide(launch)
+    config, _ = decide(launch, None if preset is None or launch["cpu"] else preset.launch)
     if config.main_process_ip == ANY_ADDRESS:
         raise ConfigError(
             f"--num_machines {config.num_machines}: give --main_process_ip, the address of machine 0, and on each "
@@ -147,7 +142,7 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
     roots = [node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     if (absent := next((root for root in roots if find_spec(root) is None), None)) is not None:
         raise ConfigError(f"{recipe.stem} needs {absent}: pip install {absent.replace('_', '-')}")
-    known = _options_of(*_classes_of(recipe)).keys() | {"config"}
+    known = _options_of(*_classes_of(recipe)).keys() | {"config", "preset"}
     known |= {f"{name}_column" for name in recipe_of(recipe.stem).columns}
     if "learning_rate" not in known or (accelerate := find_spec("accelerate")) is None:
         return  # a version that has its classes elsewhere: the recipe says it
@@ -160,7 +155,9 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
         name = option.lstrip("-").replace("-", "_")
         if re.match("--[a-zA-Z]", word) is None or name in taken:
             continue
-        if name in ELSEWHERE or not any(each.startswith(name.removeprefix("no_")) for each in known | taken):
+        if name in ELSEWHERE.keys() - {"preset"} or not any(
+            each.startswith(name.removeprefix("no_")) for each in known | taken
+        ):
             raise ConfigError(no_option(option, [f"--{each}" for each in known]))
     for file in re.findall(r"\0--config[=\0]([^\0]+)", "\0" + "\0".join(words)):
         if Path(file).suffix in (".yaml", ".yml") and not Path(file).exists():
@@ -169,6 +166,8 @@ def _check_words(recipe: Path, words: Sequence[str]) -> None:
             continue
         if (kind := kind_of_file(Path(file))) is not None:
             raise ConfigError(f"--config {file} is {kind}, and no YAML of a recipe's options, such as max_steps: 10")
+        if is_preset(Path(file)):
+            raise ConfigError(f"--config {file} is a preset: --preset {file} takes it")
         keys = re.findall(r"^([a-zA-Z]\w*):(?:\s|$)", Path(file).read_text("utf-8", "replace")[: 10**6], re.MULTILINE)
         if (key := next((key for key in keys if key not in known | {"env"}), None)) is not None:
             raise ConfigError(f"--config {file}: {no_option(key, known)}")
@@ -219,54 +218,20 @@ def named_config(name: str) -> Path:
     if path.is_dir():
         raise ConfigError(f"--config_file {name} is a folder; name a file of `accelerate launch`")
     if path.stem not in own or path.parent not in (Path(), Path("accelerate_configs")):
-        ours = f"; `hf-fsdp config` makes one, and the package has {', '.join(own)}"
+        ours = f"; `hf-fsdp init` makes one, and the package has {', '.join(own)}"
         known = did_you_mean(path.stem, own, otherwise=ours)
         raise ConfigError(f"--config_file {name}: there is no such file{known}")
     return own[path.stem]
 
 
-def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
-    """The words of a recipe with the file of a model's options that comes with the package in place of its name; the
-    launch config next to it is taken unless the command line has another, or says where to run."""
-    place = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
-    if place is None:
-        return words
-    is_one = "=" in words[place]
-    name = words[place].partition("=")[2] if is_one else "".join(words[place + 1 : place + 2])
-    if Path(name).exists() or Path(name).suffix in (".yaml", ".yml"):
-        return words
-    from hf_fsdp_tools.modeling.pickles import load_yaml
-
-    folder = shipped("accelerate_configs") / "models"
-    own = {path.name.removesuffix(".run.yaml"): path for path in sorted(folder.glob("*.run.yaml"))}
-    key = name.lower()
-    if key not in own:
-        near = did_you_mean(key, own, otherwise=".")
-        raise ConfigError(f"--config {name}: no such file, and no model of the package{near} It has {', '.join(own)}.")
-    if launch["config_file"] is None and not launch["cpu"]:
-        file = own[key].with_name(f"{key}.yaml")
-        made_for = load_yaml(file)["num_processes"]
-        if launch["num_processes"] not in (None, made_for):
-            raise ConfigError(
-                f"--config {name} is estimated for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
-                "memory and global batch would be others. Make one: hf-fsdp config MODEL --num-processes "
-                f"{launch['num_processes']} --recipe finetune --output FILE.yaml, then --config FILE.run.yaml."
-            )
-        launch["config_file"] = str(file)
-    return [*words[:place], "--config", str(own[key]), *words[place + (1 if is_one else 2) :]]
-
-
 def _check_file(path: Path, launch: dict[str, Any]) -> None:
     """Refuse a file that cannot be launched as the command line says, and print warnings about it."""
-    import torch
-
     from hf_fsdp_tools import LaunchConfig
-    from hf_fsdp_tools.accelerator import find_accelerator
     from hf_fsdp_tools.modeling.pickles import load_yaml
 
     findings = [each for each in LaunchConfig.check_file(path) if each.code != "few-devices"]
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
-        raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
+        raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp convert {path}` translates it.")
     for each in findings:
         if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
             print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
@@ -276,10 +241,7 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     if launch["cpu"]:
         raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
     processes, machines = (launch[name] or file.get(name) or 1 for name in ("num_processes", "num_machines"))
-    count = torch.accelerator.device_count() if find_accelerator() is not None else 0
-    if count < processes // machines:
-        cure = f"use --num_processes {count}" if count else "check the driver with nvidia-smi, or use --cpu"
-        raise ConfigError(f"{processes // machines} processes on a machine with {count} GPU(s): {cure}")
+    check_count(processes // machines)
 
 
 def _run(command: list[str]) -> int:

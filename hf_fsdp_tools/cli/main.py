@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hf_fsdp_tools import __version__
-from hf_fsdp_tools.cli.config import add_config
+from hf_fsdp_tools.cli.config import add_convert, add_init, add_search
 from hf_fsdp_tools.cli.estimate import add_estimate, add_gpus
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.options import FIRST_S, SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
-from hf_fsdp_tools.cli.prove import add_prove
+from hf_fsdp_tools.cli.verify import add_verify
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import OURS, did_you_mean
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
+    words = _renamed(words, commands)
     if not words[0].startswith("-") and words[0] not in commands:
         cure = _ELSEWHERE.get(words[0]) or did_you_mean(words[0], commands, otherwise="; --help lists all")
         parser.error(f"{words[0]!r} is no command{cure}")
@@ -94,19 +95,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 _GROUPS = {
-    "start here": (add_doctor, add_gpus, add_estimate, add_config),
+    "start here": (add_doctor, add_gpus, add_estimate, add_search, add_init, add_convert),
     "train": (add_recipes,),
     "checkpoints": (add_export,),
-    "look inside": (add_plan, add_prove),
+    "look inside": (add_plan, add_verify),
 }
 """The commands, in the order in which they are used."""
 
 _ELSEWHERE = {
     "merge": ": `hf-fsdp export BASE OUT --adapter ADAPTER` merges an adapter",
-    "tune": ": `hf-fsdp config NAME` searches for the fastest settings that fit",
+    "tune": ": `hf-fsdp search NAME` finds the fastest settings that fit",
     "train": ": `hf-fsdp finetune` trains, and so do the other recipes that --help lists",
 }
 """Where to find what other tools call so."""
+
+
+def _renamed(words: list[str], commands: Any) -> list[str]:
+    """The words of a command with its name of today, with a line where it had another."""
+    name, rest = words[0], words[1:]
+    if name not in ("config", "prove"):
+        return words
+    now = "verify"
+    if name == "config":
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--from")
+        given, rest = parser.parse_known_args(rest)
+        source = vars(given)["from"]
+        rest = [*[source] * (source is not None), *rest]
+        now = "convert" if source else "search" if commands["search"].parse_known_args(rest)[0].model else "init"
+    print(f"hf-fsdp: `{name}` is `{now}` now", file=sys.stderr)
+    return [now, *rest]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         lines += [f"{title}:", *(column(*row) for row in rows), ""]
     usual = (
         "doctor",
-        "config Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
-        "finetune --config_file qwen.yaml --config qwen.run.yaml --dataset_name trl-lib/Capybara",
+        "search Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8 --recipe finetune --output qwen.yaml",
+        "finetune --preset qwen.yaml --dataset_name trl-lib/Capybara",
     )
     parser.epilog = "\n".join([*lines, examples(*usual), "", "Each command has --help."])
     for command in commands.choices.values():

@@ -88,6 +88,11 @@ def add_class_and_json(add: Callable[..., Any]) -> None:
     )
     add("--auto-class", metavar="CLASS", help=about)
     add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
+    add_json(add)
+
+
+def add_json(add: Callable[..., Any]) -> None:
+    """Add `--json`."""
     add("--json", action="store_true", help="print one JSON value instead of text")
 
 
@@ -157,18 +162,22 @@ ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 
 
 def add_machine_options(add: Callable[..., Any], *, processes: str, gpu: str) -> None:
-    """Add how many processes and machines there are, of what kind, and how fast they are linked; what is usual."""
+    """Add how many processes and machines there are and of what kind, with what is usual."""
     about = f"number of processes over all machines, one for each GPU (default: {processes})"
     add("--num-processes", type=count, metavar="N", help=about)
     about = f"number of machines (default: {_GPUS_PER_MACHINE} GPUs each)"
     add("--num-machines", type=count, metavar="N", help=about)
     add("--gpu", metavar="NAME", help=f"kind of GPU, as `hf-fsdp gpus` lists them (default: {gpu})")
+    about = "dtype of computation (default: bf16 on GPUs that have it)"
+    add("--mixed-precision", choices=("no", "bf16", "fp16", "fp8"), help=about)
+
+
+def add_link_options(add: Callable[..., Any]) -> None:
+    """Add how fast machines and GPUs are linked."""
     about = "network of one machine in Gbit/s, all cards together (default: as `hf-fsdp gpus` says)"
     add("--network-gbit-s", type=amount, metavar="X", help=about)
     about = "link between the GPUs of a machine in GB/s, as nccl-tests' bus bandwidth (default: as `hf-fsdp gpus` says)"
     add("--link-gb-s", type=amount, metavar="X", help=about)
-    about = "dtype of computation (default: bf16 on GPUs that have it)"
-    add("--mixed-precision", choices=("no", "bf16", "fp16", "fp8"), help=about)
 
 
 def add_degrees(add: Callable[..., Any]) -> None:
@@ -210,6 +219,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     is_file_for_cpu = changes.pop("use_cpu", False)
     if options.get("cpu") or (is_file_for_cpu and not is_elsewhere):
         defaults, reasons = LaunchConfig.for_machine(gpu_count=0)
+        reasons["use_cpu"] = "asked for" if options.get("cpu") else "as the file says"
     elif num and (is_elsewhere or file is not None):
         defaults, reasons = LaunchConfig.for_machine(gpu_count=num)
     else:
@@ -269,8 +279,8 @@ def _check_gpus(defaults: "LaunchConfig", needed: int, is_elsewhere: bool) -> No
 def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
     names = sorted(each.replace("_", "-") for each in recipes)
-    about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `config`: finetune); if given, "
-    about += "`config --output` writes its options too"
+    about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `search`: finetune); if given, "
+    about += "`search --output` writes one preset for it, and else a launch config"
     add("--recipe", type=partial(_recipe, names), metavar="NAME", help=about)
     about = "sequences per GPU and micro-step"
     add("--per-device-train-batch-size", type=count, metavar="N", help=about)
@@ -290,7 +300,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--optimizer", metavar="NAME", help=about)
     add("--lora-r", type=count, metavar="R", help="rank of LoRA adapters (default: all parameters are trained)")
     add("--lora-target-modules", metavar="A,B", help="modules that LoRA adapts (default: all-linear)")
-    about = "dropout of LoRA (default: 0, which `config` writes; TRL's own is 0.05)"
+    about = "dropout of LoRA (default: 0, which `search` writes; TRL's own is 0.05)"
     add("--lora-dropout", type=float, metavar="X", help=about)
     about = "frozen models that are loaded too, in shards: a teacher, a reference"
     add("--frozen-models", type=_names, metavar="A,B", help=about)
@@ -301,7 +311,7 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")
-    compiled = "compile each block (default: false, but `config` does for one GPU)"
+    compiled = "compile each block (default: false; `search` compares both)"
     add("--torch-compile", dest="compile", action=argparse.BooleanOptionalAction, help=compiled)
 
 

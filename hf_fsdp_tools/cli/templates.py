@@ -27,11 +27,11 @@ class Job:
 
     config: "LaunchConfig"
     launch: Sequence[str]
-    """Words of the launch command on one machine, which name the launch file."""
+    """Words of the launch command on one machine, which name a launch file or a preset."""
     path: Path
-    """The launch file, next to which the template's file lies."""
+    """That file, next to which the template's file lies."""
     text: str
-    """What the launch file holds."""
+    """What it holds."""
     command: str
     """The command line that makes both."""
     gpu: str | None
@@ -59,14 +59,15 @@ class Job:
         return _CPUS_PER_PROCESS * self.devices
 
     def line(self, file: str, rank: str, port: str | None = None) -> str:
-        """The launch command as a shell reads it: the launch file where it will lie, this machine's rank and the port
+        """The launch command as a shell reads it: its file where it will lie, this machine's rank and the port
         at MAIN_ADDRESS as the shell has them, and arguments of the shell's own."""
-        at, place = list(self.launch).index("--config_file"), ""
+        at = next(at for at, word in enumerate(self.launch) if word in ("--config_file", "--preset"))
+        place = ""
         if self.config.num_machines > 1:
             port = port or str(self.config.main_process_port)
             place = f'--machine_rank "{rank}" --main_process_ip "$MAIN_ADDRESS" --main_process_port "{port}" '
         before, after = shlex.join(self.launch[:at]), shlex.join(self.launch[at + 2 :])
-        return f'{before} --config_file {shlex.quote(file)} {place}{after} "$@"'
+        return f'{before} {self.launch[at]} {shlex.quote(file)} {place}{after} "$@"'
 
 
 @dataclass(frozen=True, kw_only=True)

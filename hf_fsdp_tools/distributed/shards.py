@@ -53,6 +53,10 @@ class Box:
         )
         return Box(start=start, length=tuple(max(0, e - s) for s, e in zip(start, stop, strict=True)))
 
+    def start_in(self, around: "Box") -> tuple[int, ...]:
+        """Where it begins in a box around it."""
+        return tuple(a - b for a, b in zip(self.start, around.start, strict=True))
+
     def slabs(self, num_bytes: int, itemsize: int) -> Iterator["Box"]:
         """Yield the box in parts along dimension 0, each of at most `num_bytes` or a single row."""
         if not self.length:
@@ -202,7 +206,7 @@ class Held:
         for box, start in self.boxes:
             part = box if region is None else box.intersect(region)
             if part.numel:
-                place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
+                place = [a + b for a, b in zip(start, part.start_in(box), strict=True)]
                 parts.append((part, memory_view(local, place, part.length)))
         return parts
 
@@ -226,8 +230,7 @@ class Held:
             for axis in reversed(range(mesh.ndim)):
                 dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
             for part, memory in self.parts(slab):
-                held = Box(start=tuple(b - a for a, b in zip(slab.start, part.start, strict=True)), length=part.length)
-                memory.copy_(sent[held.slices])
+                memory.copy_(memory_view(sent, part.start_in(slab), part.length))
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor that is to be held like this one: a view, unless this rank holds several

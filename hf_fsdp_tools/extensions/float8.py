@@ -30,7 +30,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, plain_name, reads_chi
 from hf_fsdp_tools.modeling.notes import Divided, Note, install_style
 from hf_fsdp_tools.modeling.roles import is_adapter, lists_of_experts, routers
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, override_all_gather
+from hf_fsdp_tools.sharding.fsdp2_internals import Entry, entries_of, places_of
 from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.sharding import Feature, Float8Policy, Sharded, Sharding
 from hf_fsdp_tools.text import did_you_mean
@@ -156,45 +156,47 @@ def _evaluable(cls: Any) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
-class _Float8Shard:
-    """What FSDP2 takes for the shard of one weight: it answers with the bytes of the FP8 weight."""
+class _Float8Weight(Entry):
+    """FSDP2's record of one weight, which it also takes for its shard: it answers with the bytes of the FP8 weight."""
 
-    memory: ShardMemory | None = None
-    """The shard's memory, once FSDP2 knows it."""
+    gathered_as = torch.uint8
+    layer: Any
+    scales: "_Scales"
     scale: torch.Tensor | None = None
 
-    def __init__(self, layer: Any, scales: "_Scales") -> None:
-        self.layer, self.scales = layer, scales
-        self.dtype: torch.dtype = layer.config.cast_config_weight.target_dtype
-        scales.shards.append(self)
+    def init_unsharded_param(self) -> None:
+        """As FSDP2's, which fails in inference mode with tensors that are made of others."""
+        with torch.inference_mode(False), torch.no_grad():
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]  # torch's own
 
-    def bind(self, memory: ShardMemory) -> None:
-        """Take note of where the shard is."""
-        self.memory = memory
-
-    def forget(self) -> None:
-        """Take note that the shard may hold other values."""
+    def reset_sharded_param(self) -> None:
+        """As FSDP2's, which calls it where a state was loaded, or other memory given."""
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]  # torch's own
         self.scales.seen = None
 
     def size(self) -> torch.Size:
         """The size of what is gathered, with its padding."""
-        assert self.memory is not None
-        return self.memory.size()
+        return self.padded_sharded_param_size
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "_Float8Shard":
+    def to(self, device: torch.device, non_blocking: bool = False) -> "_Float8Weight":
         """Itself: what is gathered goes to the device."""
         return self
+
+    @property
+    def float8_dtype(self) -> torch.dtype:
+        """The dtype of the FP8 weight."""
+        dtype: torch.dtype = self.layer.config.cast_config_weight.target_dtype
+        return dtype
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor]]:
         """The bytes of the FP8 shard, to be gathered, and the scale, which every rank has."""
-        assert self.memory is not None
         self.scales.renew()
         assert self.scale is not None
         torchao = import_torchao()
-        shard = self.memory.data().to(self.memory.device, non_blocking=True)
-        cast = torchao.hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype)
+        shard = self.memory.to(self.device, non_blocking=True)
+        cast = torchao.hp_tensor_and_scale_to_float8(shard, self.scale, self.float8_dtype)
         return (cast._data.view(torch.uint8).view(self.size()),), (self.scale,)
 
     def fsdp_post_all_gather(
@@ -205,10 +207,9 @@ class _Float8Shard:
         if out is not None:
             getattr(out, "_local_tensor", out)._scale = scale
             return None
-        assert self.memory is not None
-        torchao, shape = import_torchao(), self.memory.gathered_size()
+        torchao, shape = import_torchao(), self.gathered_size
         with torch.inference_mode(False):
-            data = gathered[0].view(-1)[: math.prod(shape)].view(self.dtype).view(shape)
+            data = gathered[0].view(-1)[: math.prod(shape)].view(self.float8_dtype).view(shape)
             role = torchao.GemmInputRole.WEIGHT
             whole = torchao.Float8TrainingTensor(data, scale, param_dtype, self.layer.linear_mm_config, role)
         return whole, ()
@@ -219,7 +220,7 @@ class _Scales:
 
     def __init__(self, layers: DeviceMesh | None) -> None:
         self.layers = layers
-        self.shards: list[_Float8Shard] = []
+        self.weights: list[_Float8Weight] = []
         self.seen: int | None = None
         """Steps of optimizers after which the scales were computed."""
 
@@ -237,17 +238,16 @@ class _Scales:
     def _compute(self) -> None:
         """Compute all scales as torchao's `precompute_float8_dynamic_scale_for_fsdp` does; one all-reduce for each axis
         along which weights are divided."""
-        memories = [shard.memory for shard in self.shards if shard.memory is not None]
         with torch.inference_mode(False), torch.no_grad():
-            largest = torch.stack(torch._foreach_norm([memory.data() for memory in memories], math.inf))
-            largest = largest.to(memories[0].device)
+            largest = torch.stack(torch._foreach_norm([weight.memory for weight in self.weights], math.inf))
+            largest = largest.to(self.weights[0].device)
             layers = [] if self.layers is None else [self.layers.get_group()]
-            for group in (memories[0].group, *layers):
+            for group in (self.weights[0].ranks, *layers):
                 if group.size() > 1:
                     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            for shard, amax in zip(self.shards, largest, strict=True):
-                is_rounded = shard.layer.config.round_scales_to_power_of_2
-                shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
+            for weight, amax in zip(self.weights, largest, strict=True):
+                is_rounded = weight.layer.config.round_scales_to_power_of_2
+                weight.scale = import_torchao().amax_to_scale(amax, weight.float8_dtype, is_rounded)
         self.seen = _steps
 
 
@@ -306,11 +306,13 @@ class Float8(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
         scales = _Scales(sharding.axes.groups.get("tp"))
-        configs = ((module, Float8Layer.of(module).config) for module in model.modules())
-        layers = (module for module, own in configs if own is not None and own.enable_fsdp_float8_all_gather)
-        override_all_gather(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
-        scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
-        if scales.shards:
+        for weight in entries_of(model):
+            layer, name = places_of(weight)[0]
+            config = Float8Layer.of(layer).config if name == "weight" else None
+            if config is not None and config.enable_fsdp_float8_all_gather:
+                weight.become(_Float8Weight, layer=layer, scales=scales)
+                scales.weights.append(weight)
+        if scales.weights:  # others are whole on every rank
             at_steps(Step.COUNT, _count)
             yield Hook(model, Phase.SCALES, scales.before_pass)
 

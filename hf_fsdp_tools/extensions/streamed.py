@@ -16,7 +16,7 @@ weight was touched: see `extensions.watched`.
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.watched import Watched
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, stream_units
+from hf_fsdp_tools.sharding.fsdp2_internals import Entry, Group, entries_of, gathered_dtype, groups_of, is_custom
 from hf_fsdp_tools.sharding.phases import Hook
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
@@ -57,8 +57,14 @@ class Streamed(Feature):
     """Copies, sums and steps on the CPU, for units that FSDP2 offloads."""
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook]:
-        """Nothing around forward passes: units say when they gather."""
-        stream_units(model, partial(StreamedUnit, of_model=_Pass()), HostCopy)
+        """Nothing around forward passes: units say when they gather. What has a way of its own is left to it."""
+        of_model = _Pass()
+        for entry in entries_of(model):
+            if type(entry) is Entry and not is_custom(entry):
+                entry.become(HostCopy)
+        for unit in groups_of(model):
+            unit.__class__, unit.of_model = StreamedUnit, of_model
+            _UNITS[next(_NUMBERS)] = unit
         _step_away()
         return ()
 
@@ -73,21 +79,24 @@ def _outside_of_graphs() -> Iterator[None]:
         yield
 
 
-class HostCopy:
-    """What travels of one offloaded shard: the shard itself, or its copy in the dtype in which its unit gathers it."""
+class HostCopy(Entry):
+    """FSDP2's record of an offloaded shard. What travels is the shard, or its copy in the dtype of computation."""
 
-    def __init__(self, shard: ShardMemory) -> None:
-        self.shard = shard
-        self._copy: torch.Tensor | None = None
-        self._watch: Watched | None = None
-        self._of: tuple[int, int] = (0, 0)  # where the shard was that was copied or sent, and how often written to
-        self._sent: tuple[torch.Tensor, torch.Event] | None = None
-        self._leaving: torch.Event | None = None
+    _copy: torch.Tensor | None = None
+    _watch: Watched | None = None
+    _of = (0, 0)  # where the shard was that was copied or sent, and how often written to
+    _sent: tuple[torch.Tensor, torch.Event] | None = None
+    _leaving: torch.Event | None = None
 
     @property
     def is_another(self) -> bool:
         """Whether the dtype is another than that of the shard, so that there is a copy."""
-        return self.shard.data().dtype != self.shard.gathered_dtype
+        return self.memory.dtype != gathered_dtype(self)
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        """What is gathered, on the device."""
+        return [self.on_device()] if self.is_free else super().all_gather_inputs
 
     @_outside_of_graphs()
     def on_device(self) -> torch.Tensor:
@@ -98,7 +107,7 @@ class HostCopy:
             if self._is_current():
                 return memory
         values = self._values()
-        moved = values.to(self.shard.device, non_blocking=True)
+        moved = values.to(self.device, non_blocking=True)
         if moved.device != values.device:
             self._leaving = torch.accelerator.current_stream(moved.device).record_event()
         return moved
@@ -106,8 +115,11 @@ class HostCopy:
     @_outside_of_graphs()
     def send(self) -> None:
         """Begin to copy the values into the memory of a unit of one rank, on a stream of its own."""
-        if self._sent is None and self.shard.is_sent_alone:
-            values, memory = self._values(), self.shard.gathered()
+        if self._sent is None and self.is_free and self.ranks.size() == 1 and self.device.type != "cpu":
+            values = self._values()
+            self.init_all_gather_outputs([values.numel()], [gathered_dtype(self)], 1, self.device)
+            self.alloc_all_gather_outputs()  # FSDP2 frees it with the unit
+            memory = self.all_gather_outputs[0]
             if not self._is_current():
                 self._of = self._version()
                 self.watch(_nothing)
@@ -125,20 +137,20 @@ class HostCopy:
 
     def watch(self, wait: Callable[[], None]) -> None:
         """Take what was copied or sent for current until somebody touches the shard."""
-        self._watch = Watched(self.shard.parameter, wait)
+        self._watch = Watched(self.sharded_param, wait)
 
     def renew(self) -> None:
         """Copy the shard in host memory."""
-        data = self.shard.data()
+        data = self.memory
         if self._copy is None or self._copy.numel() != data.numel():
-            empty = pinned_empty if self.shard.is_pinned else torch.empty
-            self._copy = empty(data.shape, dtype=self.shard.gathered_dtype)
+            empty = pinned_empty if self.pin_memory else torch.empty
+            self._copy = empty(data.shape, dtype=gathered_dtype(self))
         self._copy.copy_(data)
         self._of = self._version()
 
     def _values(self) -> torch.Tensor:
         if not self.is_another:
-            return self.shard.data()
+            return self.memory
         if self._copy is None or not self._is_current():
             self.leave()
             self.renew()
@@ -147,11 +159,11 @@ class HostCopy:
         return self._copy
 
     def _is_current(self) -> bool:
-        of: Any = self.shard.parameter
+        of: Any = self.sharded_param
         return self._watch is not None and of._local_tensor is self._watch and self._of == self._version()
 
     def _version(self) -> tuple[int, int]:
-        data = self.shard.data()
+        data = self.memory
         return data.data_ptr(), 0 if data.is_inference() else data._version
 
 
@@ -169,50 +181,78 @@ class _Pass:
     """The units whose gradients are being added to those of earlier passes."""
 
 
-class StreamedUnit:
-    """One unit that FSDP2 offloads, with a function that gives what is streamed of it, by shard."""
+class StreamedUnit(Group):
+    """FSDP2's record of an offloaded unit, which knows when shards travel and gradients are added up."""
 
-    def __init__(self, copies: Callable[[], dict[torch.Tensor, HostCopy]], *, of_model: _Pass) -> None:
-        self.copies = copies
-        self._pass = of_model
-        self._following: StreamedUnit | None = None  # what a forward pass gathered next
-        self._sum: Future[None] | None = None
-        self._step: Future[None] | None = None
-        self._away: list[Watched] = []
-        self.stepped_by: Any = None
-        """The optimizer whose step on the unit began in the backward pass."""
-        _UNITS[next(_NUMBERS)] = self
+    of_model: _Pass
+    stepped_by: Any = None
+    """The optimizer whose step on the unit began in the backward pass."""
+    _following: "StreamedUnit | None" = None  # what a forward pass gathered next
+    _sum: Future[None] | None = None
+    _step: Future[None] | None = None
+    _away: Sequence[Watched] = ()
 
-    def begin(self, *, is_forward: bool) -> None:
-        """On one rank, begin to send this unit, and the next of a forward pass, unless a step on it is under way."""
+    def copies(self) -> dict[torch.Tensor, HostCopy]:
+        """What travels in the place of each shard."""
+        return {entry.sharded_param: entry for entry in self.fsdp_params if isinstance(entry, HostCopy)}
+
+    def leave(self) -> None:
+        """End the step on the unit, which no step of an optimizer finds any more, as long as it may be in memory."""
+        self.wait()
+        self.fsdp_params = []
+
+    def unshard(self, async_op: bool = False) -> None:
+        """As FSDP2's, which begins nothing on one rank: send this unit, and the next of a forward pass, unless a step
+        on it is under way."""
+        self.wait()
+        super().unshard(async_op)
+        if not self.is_gathering:
+            return
         self._send()
-        if is_forward:
-            if self._pass.gathered is not None:
-                self._pass.gathered._following = self
-            self._pass.gathered = self
-            following = self._following
-            if following is not None and (following._step is None or following._step.done()):
-                following.wait()
-                following._send()
+        if self.stage != "FORWARD":
+            return
+        if self.of_model.gathered is not None:
+            self.of_model.gathered._following = self
+        self.of_model.gathered, following = self, self._following
+        if following is not None and (following._step is None or following._step.done()):
+            following.wait()
+            following._send()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def post_backward(self, *unused: Any) -> None:
+        """As FSDP2's, which waits for each gradient that it adds to one of an earlier pass; here the thread adds them.
+        Where it is late, the backward pass waits, so that host memory holds the gradients of few units twice."""
+        is_over = self.stage == "IDLE"  # torch 2.11 comes again at the end for each of its modules
+        sums: dict[Any, Any] = {entry: entry.sharded_param.grad for entry in self.fsdp_params if self.reduce_grads}
+        watched = {entry for entry in sums if entry.sharded_param._post_accumulate_grad_hooks}  # who reads at once
+        sums = {entry: total for entry, total in sums.items() if total is not None and entry not in watched}
+        for entry in sums:
+            entry.sharded_param.grad = None
+        super().post_backward(*unused)
+        parts = []
+        for entry, total in sums.items():
+            gradient, entry.sharded_param.grad = entry.sharded_param.grad, total
+            if gradient is not None:
+                parts.append((Held.of(total).memory, Held.of(gradient).memory, entry.grad_offload_event))
+                entry.grad_offload_event = None
+        if parts:
+            if len(pending := self.of_model.sums) == _SUMS_AHEAD:
+                pending.popleft().result()
+            self._sum = _thread().submit(_add, parts)
+            pending.append(self._sum)
+        if self.is_gone_back and not is_over:
+            self.end([entry.grad_offload_event for entry in self.fsdp_params if entry.grad_offload_event])
+
+    def finalize_backward(self) -> None:
+        """As FSDP2's, after which gradients of this pass are read: they are added up."""
+        super().finalize_backward()  # type: ignore[no-untyped-call]  # torch's own
+        if (sums := self._sum) is not None:
+            self._sum = None
+            sums.result()
 
     def _send(self) -> None:
         for each in self.copies().values():
             each.send()
-
-    def add(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Event | None]]) -> None:
-        """Add gradients to sums of earlier passes, on the thread, once they have arrived. Where the thread is late, the
-        backward pass waits, so that host memory holds the gradients of few units twice."""
-        sums = self._pass.sums
-        if len(sums) == _SUMS_AHEAD:
-            sums.popleft().result()
-        self._sum = _thread().submit(_add, parts)
-        sums.append(self._sum)
-
-    def wait_for_sums(self) -> None:
-        """Return once the gradients of this pass are added up."""
-        if (sums := self._sum) is not None:
-            self._sum = None
-            sums.result()
 
     def end(self, arrivals: list[torch.Event]) -> None:
         """The backward pass of the unit is over: step on it, once its gradients have arrived, if that was asked for."""
@@ -252,7 +292,7 @@ class StreamedUnit:
         try:
             step.result()
         finally:
-            self._step, away, self._away = None, self._away, []
+            self._step, away, self._away = None, self._away, ()
             for each in away:
                 each.touched()
 

@@ -44,7 +44,7 @@ from hf_fsdp_tools.modeling.packed import (
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.hf_interface import override_method
-from hf_fsdp_tools.sharding.patches import let_dcp_see_boxes
+from hf_fsdp_tools.sharding.patches import BOXES, replace_in_process
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Undo
 from hf_fsdp_tools.sharding.placement import placeholder
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
@@ -125,7 +125,7 @@ class DividedLayers(Feature):
         divide(model)
         for name in summed:
             _add_style(model, name, _SUMMED, axes.groups["tp"], axes.groups["tp"], "")
-        let_dcp_see_boxes()
+        replace_in_process(BOXES)
         for module in model.modules():
             held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
             if held:
@@ -494,7 +494,7 @@ def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size
         if dist.get_rank() == 0:
             warn(
                 f"Whether whole weights of {type(model).__name__} see a part alone (tp_size {tp_size}) is not known, "
-                f"as it does not run without data ({first_line(error)}). hf-fsdp prove compares it with one process."
+                f"as it does not run without data ({first_line(error)}). hf-fsdp verify compares it with one process."
             )
         return []
     twin = copy_on_meta(model)

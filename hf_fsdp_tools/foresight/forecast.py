@@ -37,7 +37,7 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trus
 _NOT_TRACED = (
     "num_processes", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
     "max_grad_norm", "clip_by_last_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype",
-    "reshard_after_forward", "offload_params", "expandable_segments",
+    "reshard_after_forward", "offload_params", "expandable_segments", "untimed",
 )  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 _NOT_BUILT = (
@@ -97,9 +97,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
             kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
             plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.mixed_precision)
             held = (_built(name, plain, kwargs).parameters() for name in setup.frozen_models)
-            frozen_bytes = sum(each.nbytes for some in held for each in some)
-            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
-            trace = replace(trace, frozen_bytes=frozen_bytes, notes=notes)
+            trace = replace(trace, frozen_bytes=sum(each.nbytes for some in held for each in some))
         return plan, loss, trace
 
     own = (setup.is_plain, *key(source, _NOT_TRACED))

@@ -16,6 +16,11 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import grouped, merge_names, show_bytes, show_count
 
+ALLOCATORS = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)  # Variables that set up the allocator, the new name first
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # The variable with which segments of the allocator grow
 _WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
 """MiB of cuBLAS' workspace by family of GPUs, of all others 8.125 (`parseChosenWorkspaceSize` in
 `CublasHandlePool.cpp`). The thread of the forward pass and autograd's have one each (counted on an H200)."""
@@ -63,8 +68,8 @@ class MemoryEstimate(Report):
 
     @property
     def fits(self) -> bool:
-        """Whether what is in use at the peak has room on this GPU; slowly, where the allocator's cache has none."""
-        return self.peak_allocated + sum(self.outside.values()) <= self.limit_bytes
+        """Whether it has room on this GPU, on NVIDIA's also where only segments that grow have (`total_expandable`)."""
+        return self.spare_bytes >= 0 or self.total_expandable <= self.limit_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -72,9 +77,11 @@ class MemoryEstimate(Report):
         return self.limit_bytes - self.total
 
     @cached_property
-    def peak_expandable(self) -> int:
-        """`peak_reserved` with `PYTORCH_ALLOC_CONF=expandable_segments:True`, which wastes less of a large model."""
-        return _replayed(self.forecast.step, self.setup, expandable=True)[1]
+    def total_expandable(self) -> int:
+        """`total` with `EXPANDABLE`, which wastes less of a large model; on AMD's GPUs, which have none, `total`."""
+        if gpu_named(self.setup.gpu).family.startswith("mi"):
+            return self.total
+        return _replayed(self.forecast.step, self.setup, expandable=True)[1] + sum(self.outside.values())
 
     def largest(self, most: int = 10) -> list[tuple[int, int, str, str]]:
         """What takes most at the peak, the largest first: bytes, number of equal tensors, units, what makes them."""
@@ -117,13 +124,14 @@ class MemoryEstimate(Report):
         if not self.fits:
             lines.append(f"does not fit: {spare} more than the GPU's {show_bytes(limit)}")
         elif self.spare_bytes < 0:
-            lines.append(f"fits the GPU's {show_bytes(limit)} slowly: each step, the allocator gives {spare} back")
+            least = f"with {EXPANDABLE} alone, which takes {show_bytes(self.total_expandable)}"
+            lines.append(f"fits the GPU's {show_bytes(limit)} {least}; without, {spare} are missing")
         else:
             is_barely = self.spare_bytes < MARGIN * limit
-            less = f", less than the {MARGIN:.0%} that `hf-fsdp config` leaves" * is_barely
+            less = f", less than the {MARGIN:.0%} that `hf-fsdp search` leaves" * is_barely
             lines.append(f"fits{' barely' * is_barely}: {spare} of the GPU's {show_bytes(limit)} are spare{less}")
-        if cached > WASTED * limit and (saved := self.peak_reserved - self.peak_expandable) > WASTED * limit:
-            lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")
+        if self.spare_bytes >= 0 and cached > WASTED * limit and self.total - self.total_expandable > WASTED * limit:
+            lines.append(f"with {EXPANDABLE} {show_bytes(self.total_expandable)} in all")
         lines += [f"host memory of each process: {show_bytes(self.host_bytes)}"] * (self.host_bytes > 0)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -92,6 +92,7 @@ class TrainingSetup(OfAxes):
     frozen_models: tuple[str, ...] = ()
     """Hub names or folders of models that are kept next to this one in shards of `mixed_precision` and not trained: a
     reference (the same name once more), a teacher. Their forward passes are not timed."""
+    untimed: str = ""  #: What else takes time in a step, such as a reference's pass: tokens/s are not estimated then
     activation_checkpointing: bool = False  #: Recompute each block's activations in the backward pass
     activation_checkpointing_every_n_layers: int = 1  #: The first of so many blocks recomputes, the others do not
     activation_checkpointing_offload: bool = False  #: Keep the inputs of blocks that recompute in host memory

@@ -91,7 +91,8 @@ class ThroughputEstimate(Report):
     def trainer_ranges(self) -> dict[str, tuple[float, float]]:
         """The same of transformers' `Trainer` by kind of rows (`TRAINER`), in the software of 2024."""
         value = self.tokens_per_second_per_gpu
-        return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
+        kinds = trainer_kinds(self.setup) if self.is_estimated else {}
+        return {kind: (value * low, value * high) for kind, (low, high, _) in kinds.items()}
 
     def _share_of_peak(self, flops: float) -> float:
         precision = self.setup.mixed_precision
@@ -148,6 +149,11 @@ class ThroughputEstimate(Report):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+def trainer_kinds(setup: TrainingSetup) -> dict[str, tuple[float, float, str]]:
+    """The kinds of rows in `TRAINER` that a training can have: examples of several rows are not packed."""
+    return {kind: about for kind, about in TRAINER.items() if setup.rows_per_example == 1 or kind != "packed rows"}
+
+
 def show_seconds(seconds: float) -> str:
     """0.0123 as "12.3 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
@@ -179,7 +185,8 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     steps = setup.gradient_accumulation_steps
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), has_experts=trace.has_experts)
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency)
-    notes = trace.notes
+    passes = f"the passes of {', '.join(setup.frozen_models)}" if setup.frozen_models else ""
+    untimed, notes = setup.untimed or passes, trace.notes
     notes += (_SHARED,) if setup.shares else ()
     notes += (_OFFLOADED,) if setup.offload_params else ()
     notes += (_CLIPPED,) if setup.offload_params and _waits_for_norm(setup) else ()
@@ -196,9 +203,9 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
         hardware_flops=(trace.model_flops + repeated_flops) * steps,
         parts={**timing.parts, "slowest GPU": late},
         communication_seconds=timing.communication,
-        error=efficiency.error,
+        error=math.inf if untimed else efficiency.error,
         newest=efficiency.newest,
-        source=efficiency.source,
+        source=f"a step also has {untimed}, which is not timed" if untimed else efficiency.source,
         notes=notes,
     )
 

@@ -42,7 +42,7 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
         if getattr(settings, name, None):
             raise ConfigError(
                 f"--{name} of `accelerate launch` means nothing to a recipe, which runs FSDP2 on all devices; leave "
-                "it out, translate a DeepSpeed file with `hf-fsdp config --from FILE`, or use --torch_compile true"
+                "it out, translate a DeepSpeed file with `hf-fsdp convert FILE`, or use --torch_compile true"
             )
     own, left = [], list(rest)
     for word in words:

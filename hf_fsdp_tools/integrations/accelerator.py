@@ -345,7 +345,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
     else:
-        changed = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
+        changed = shard_added(model)  # heads that a script added, and adapters that TRL has cast
         for optimizer in optimizers:
             hand_over(optimizer, changed)
     with agreed(f"preparing {type(model).__name__}"):

@@ -28,10 +28,10 @@ from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
-from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
+from hf_fsdp_tools.saving.durable import UNCHANGED, sync
 from hf_fsdp_tools.saving.save_adapter import adapter_tensors, gather_tensors, own_tensors
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.injection import changes_base

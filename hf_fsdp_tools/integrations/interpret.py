@@ -381,13 +381,13 @@ def _read(path: Path) -> dict[str, Any]:
         kind = kind_of_file(path) if path.is_file() else None
         data = None if kind else load_yaml(path)  # JSON is YAML
     except CheckpointError as error:
-        raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
+        raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp init` makes a file.") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path} is neither YAML nor JSON{where}: {problem}") from None
     if kind is not None:
-        raise ConfigError(f"{path} is {kind}, and no config of a launch. `hf-fsdp config` makes one")
+        raise ConfigError(f"{path} is {kind}, and no config of a launch. `hf-fsdp init` makes one")
     if not isinstance(data, dict):
         content = "nothing" if data is None else quoted(data)
         raise ConfigError(f"{path} is no config: expected `key: value` lines, found {content}")
@@ -397,7 +397,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, Any]) -> Iterator[Finding]:
     """Yield the problems of the file as a whole."""
     if (kind := data.get("distributed_type")) != "FSDP":
-        cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
+        cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp init`."
         yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
         return
     if fields["use_cpu"] and "gpu_ids" not in result.fields:

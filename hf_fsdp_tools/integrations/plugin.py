@@ -292,7 +292,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
             warn(
                 "The launch config has no fsdp_version, as `accelerate config` wrote it for years, and is read as "
                 f"FSDP2: {strategy_name(strategy or 'FULL_SHARD')} means {means}; "
-                f"{f'left out: {left_out}' if left_out else 'the rest means the same'}. `hf-fsdp config --from FILE "
+                f"{f'left out: {left_out}' if left_out else 'the rest means the same'}. `hf-fsdp convert FILE "
                 "--output NEW` writes the file for FSDP2; FSDPPlugin(fsdp_version=1) asks for FSDP1."
             )
 

@@ -23,7 +23,7 @@ from hf_fsdp_tools.integrations.hooks import TrainerBase
 from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings
 from hf_fsdp_tools.modeling.module_tree import class_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.scripting.setups import DEFAULT_RECIPE, estimate_of
+from hf_fsdp_tools.scripting.setups import estimate_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, first_line
 
@@ -67,7 +67,7 @@ class ReportingMixin(TrainerBase):  # type: ignore[misc]  # transformers is not 
 
     fsdp_settings: TrainerSettings = TrainerSettings()
     """Given by keyword to a trainer, they take the place of those of its class."""
-    estimated: Mapping[str, Any] | None = None
+    estimated: Any = None  # Has the estimate of a recipe as `values`, on rank 0
     """The estimate for `report_estimate` where there is one already; None makes one when the training has ended."""
     _measured: Measured
 
@@ -147,7 +147,7 @@ def report_estimate(trainer: Any) -> None:
                 "gpu": device_title(trainer.accelerator.device),
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "") or class_name(model),
                 "trainer": next(kind.__name__ for kind in kinds if kind.__module__.startswith(_LIBRARIES)),
-                "estimated": trainer.estimated or _estimate(trainer, model, measured),
+                "estimated": getattr(trainer.estimated, "values", None) or _estimate(trainer, model, measured),
                 "measured": {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate},
             }
             with file.open("a", encoding="utf-8") as stream:
@@ -163,7 +163,7 @@ def _estimate(trainer: Any, model: Any, measured: Measured) -> dict[str, Any] | 
     try:
         arguments = (_options_of(trainer, model, measured), trainer.args)
         own = {"auto_class": class_name(model), "loss": loss}
-        return estimate_of(DEFAULT_RECIPE, model.config, arguments, trainer.accelerator, **own)[1]
+        return estimate_of(model.config, arguments, trainer.accelerator, **own)
     except Exception as error:  # of whatever a model's own code does without data: it is in the line
         return {"none": first_line(error)}
 

@@ -252,7 +252,7 @@ def _check_gpus(*, cpu: bool) -> None:
     raise ConfigError(
         f"The config of `accelerate launch` is for GPUs, and torch {torch.__version__} finds none on this machine "
         f"(CUDA_VISIBLE_DEVICES {'is not set' if visible is None else f'is {visible}'}). Look at nvidia-smi and the "
-        "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu`, or pass cpu=True to "
+        "driver; or train on the CPU: launch with a file of `hf-fsdp init --cpu`, or pass cpu=True to "
         "make_accelerator, use_cpu=True to TrainingArguments."
     )
 

@@ -17,9 +17,9 @@ from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors, warn
-from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_small
+from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.text import first_line
 
 POSITIONS = "dl_state_dict_*_of_rank_*.bin"

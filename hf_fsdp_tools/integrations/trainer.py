@@ -65,10 +65,10 @@ from hf_fsdp_tools.integrations.training_arguments import (
 )
 from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
-from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.saving.hidden_folder import Folder, check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained

@@ -22,6 +22,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.vllm import stream_to_vllm
 from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
 from hf_fsdp_tools.modeling.module_tree import replaced
+from hf_fsdp_tools.sharding.adapters import add_adapter
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import first_lines, quoted
@@ -55,14 +56,18 @@ def shard_frozen(trainer: Any) -> None:
 
 @contextmanager
 def made_on_shards(trainer: Any) -> Iterator[None]:
-    """A block in which TRL (1.16) makes the trainer, its reference model and rewards and vLLM's weights on shards.
+    """A block in which TRL (1.16) makes the trainer, adapter, reference model, rewards and vLLM's weights on shards.
 
-    TRL would load the policy's checkpoint once more, whole on every rank, and GRPO and RLOO take no reference: here the
-    policy is copied, shard by shard. And with `precompute_ref_log_probs` it would hash the bytes of a state dict, which
-    DTensors do not give, to name the file of the log-probabilities.
+    PEFT makes no adapter of shards (`peft_config`); `add_adapter` does. TRL would load the policy's checkpoint again,
+    whole on every rank, and GRPO and RLOO take no reference: the policy is copied, shard by shard. With
+    `precompute_ref_log_probs` it would hash the bytes of a state dict, which DTensors do not give, to name the file of
+    the log-probabilities.
     """
     ways: dict[str, Callable[..., Any]] = {"create_model_from_path": partial(_copied, trainer), "hash_module": _hashed}
+    ways["get_peft_model"] = _adapted
     homes = {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
+    makers = (vars(home).get("prepare_peft_model") for home in homes)  # of trainers in trl.experimental
+    homes |= {sys.modules[make.__module__] for make in makers if make is not None}
     with ExitStack() as stack:
         for home, name in ((home, name) for home in homes for name in ways if name in vars(home)):
             stack.enter_context(replaced(home, **{name: partial(ways[name], getattr(home, name))}))
@@ -82,6 +87,14 @@ def _copied(trainer: Any, load: Callable[..., Any], model_id: Any, *args: Any, *
     if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
         return load(model_id, *args, **kwargs)
     return copy.deepcopy(policy)
+
+
+def _adapted(
+    plain: Callable[..., Any], model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any
+) -> Any:
+    if sharding_of(model) is None:
+        return plain(model, config, adapter_name, **kwargs)
+    return add_adapter(model, config, adapter_name=adapter_name).train(model.training)
 
 
 def _hashed(plain: Callable[[nn.Module], str], model: nn.Module) -> str:

@@ -19,7 +19,7 @@ from hf_fsdp_tools.loading.formats.dcp import parse_dcp
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, Reader
-from hf_fsdp_tools.loading.io.transfer import Place, reads_of
+from hf_fsdp_tools.loading.quantized.dequantize import Place, reads_of
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.stores import at_hand, fetch_whole, stored_object

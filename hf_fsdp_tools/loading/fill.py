@@ -1,6 +1,7 @@
 """Fill this rank's shards of an allocated model: read, also with neighbours, convert, pack, and under HSDP receive from
 the first replica."""
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,22 +11,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import Held
+from hf_fsdp_tools.distributed.shards import Box, Held, local_boxes
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.bands import Band, band_of
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import batches, check_order, dequantize, with_groups
+from hf_fsdp_tools.loading.quantized.dequantize import (
+    Place,
+    batches,
+    check_order,
+    dequantize,
+    reads_of,
+    whole_place,
+)
 from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit
-from hf_fsdp_tools.loading.quantized.sources import Sources
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import original_classes
@@ -50,7 +56,7 @@ def fill_shards(
     model: nn.Module,
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
-    sources: Sources | None = None,
+    match: Match | None = None,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -61,11 +67,11 @@ def fill_shards(
 ) -> Filled:
     """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
-    `sources` say how to get those that are computed. Without a `device` all tensors have storage. Every rank must
+    The `match` says how to get those that are computed. Without a `device` all tensors have storage. Every rank must
     call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
     """
     rank, world_size = rank_and_size()
-    groups, computed = (sources.load_map.groups, sources.computed) if sources is not None else ({}, Weights4Bit())
+    groups, computed = (match.load_map.groups, match.computed) if match is not None else ({}, Weights4Bit())
     with ExitStack() as stack:
         with agreed(doing):
             if device is not None:
@@ -79,7 +85,7 @@ def fill_shards(
             side = side_stream_for([*shards, torch.empty(0, device=others.device)])
             if side is not None:
                 stack.callback(side.release)
-            to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
+            to_read = sum(t.num_bytes for t in transfers) + sum(slab.stored_bytes for slab in quantized) + whole_bytes
             to_read += others.num_bytes + sum(band.num_bytes for band in bands if band)
             bar = stack.enter_context(loading_bar(to_read, rank=rank, world_size=world_size, progress=progress))
             ahead = rank_on_node()[1] == world_size  # another rank of this machine wants the bytes that this one skips
@@ -103,7 +109,7 @@ def _share_of(
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
     groups: Mapping[str, ConversionGroup],
-) -> tuple[list[Place], list[Band | None], list[ConversionGroup], list[str], int]:
+) -> "tuple[list[Place], list[Band | None], list[ConversionGroup], list[str], int]":
     """What this rank fills: places in its shards, shards that neighbours fill together (None: another replica does),
     conversions that need whole tensors, and keys of what replicas get.
 
@@ -131,24 +137,6 @@ def _share_of(
         else:
             places += [(memory, tensor, box) for box, memory in parts]
     return places, bands, list(opaque.values()), received, num_bytes
-
-
-def _read_bands(bands: Iterable[Band], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
-    """Read what neighbours need of thin shards, some at a time, and exchange it. An error is raised at the end: until
-    then the neighbours wait for what this rank sends."""
-    stats, error, rank = TransferStats(), None, rank_and_size()[0]
-    for some in batches(bands, staging_bytes // 2, lambda band: band.memory.nbytes):  # files take the other half
-        read, moves = zip(*(band.begin(rank) for band in some), strict=True)
-        try:
-            if error is None:
-                stats += read_into(chain(*read), index, reader, staging_bytes=staging_bytes)
-        except Exception as failed:
-            error = failed
-        for work in dist.batch_isend_irecv(list(chain(*moves))):
-            work.wait()
-    if error is not None:
-        raise error
-    return stats
 
 
 def _convert_whole(
@@ -187,13 +175,109 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
                 local.copy_(sent)
 
 
+# ---- thin shards ----
+
+NEIGHBOURS = 8
+"""Ranks that read together at most: the GPUs of a node. (assumed; others exchange over the network, no less right)"""
+
+LEAST_RUN = 2**16
+"""Bytes of a run in the file below which neighbours read together: what parallel file systems take for small. (Lustre's
+and GPFS's smallest stripes and sub-blocks are 64 KiB and less)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """What this rank reads of a weight for its neighbours, and where it puts what they read for it.
+
+    A weight that is split along a later dimension is many short runs of the file for each rank: of DeepSeek-V3's
+    experts on 2,048 ranks 256 runs of 28 KB in each layer. Runs of neighbours follow each other in the file. So each of
+    eight neighbours of the mesh, a node as a rule, reads the runs of all for its eighth of dimension 0, eight times as
+    long and an eighth as many, and sends the others theirs.
+    """
+
+    tensor: PieceTensor
+    """The stored weight."""
+    memory: torch.Tensor
+    """This rank's shard, contiguous."""
+    group: dist.ProcessGroup
+    """That of the neighbours' axis of the mesh."""
+    ranks: tuple[int, ...]
+    """The neighbours, this rank among them."""
+    boxes: tuple[Box, ...]
+    """What each of them gets from this rank."""
+    num_bytes: int
+    """Bytes of the shard as it is stored, and so of what is read."""
+
+    def begin(self, rank: int) -> tuple[list[Place], list[dist.P2POp]]:
+        """New memory for what this rank reads, and what it sends and receives once that is filled."""
+        read: list[Place] = []
+        moves: list[dist.P2POp] = []
+        for neighbour, box, own in zip(self.ranks, self.boxes, self.memory.chunk(len(self.ranks)), strict=True):
+            memory = own if neighbour == rank else torch.empty_like(own)
+            read.append((memory, self.tensor, box))
+            if neighbour != rank:
+                for move, part in ((dist.isend, memory), (dist.irecv, own)):  # backends do not know every dtype
+                    content = part.reshape(-1).view(torch.uint8)
+                    moves.append(dist.P2POp(move, content, neighbour, self.group))
+        return read, moves
+
+
+def band_of(tensor: torch.Tensor, stored: PieceTensor, itemsize: float) -> Band | None:
+    """The band of a weight whose shards are thin in a file of elements of so many bytes; None for any other, the same
+    on every rank."""
+    if stored.pieces is None or not isinstance(tensor, DTensor):
+        return None
+    mesh, shape, local = tensor.device_mesh, tensor.shape, Held.of(tensor).memory
+    splits = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    placement = tensor.placements[splits[0]] if len(splits) == 1 else None
+    if type(placement) is not Shard or local.device.type != mesh.device_type or not local.is_contiguous():
+        return None  # shards of several axes are not neighbours, and those of offloaded weights have no network
+    axis, dim, coordinate = splits[0], placement.dim, mesh.get_coordinate()
+    ranks = mesh.size(axis)
+    count = math.gcd(NEIGHBOURS, ranks, shape[0])
+    run = math.prod(shape[dim:]) // ranks * itemsize
+    if not dim or shape[dim] % ranks or count == 1 or run >= LEAST_RUN or coordinate is None:
+        return None
+    own, rows = coordinate[axis], shape[0] // count
+    first = own - own % count
+    part = Box(start=(own % count * rows, *[0] * (len(shape) - 1)), length=(rows, *shape[1:]))
+    places = [[*coordinate[:axis], i, *coordinate[axis + 1 :]] for i in range(first, first + count)]
+    shards = (local_boxes(shape, tensor.placements, mesh.shape, place) for place in places)
+    return Band(
+        tensor=stored,
+        memory=local,
+        group=mesh.get_group(axis),
+        ranks=tuple(int(mesh.mesh[tuple(place)]) for place in places),
+        boxes=tuple(box.intersect(part) for ((box, _),) in shards),
+        num_bytes=round(local.numel() * itemsize),
+    )
+
+
+def _read_bands(bands: Iterable[Band], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Read what neighbours need of thin shards, some at a time, and exchange it. An error is raised at the end: until
+    then the neighbours wait for what this rank sends."""
+    stats, error, rank = TransferStats(), None, rank_and_size()[0]
+    for some in batches(bands, staging_bytes // 2, lambda band: band.memory.nbytes):  # files take the other half
+        read, moves = zip(*(band.begin(rank) for band in some), strict=True)
+        try:
+            if error is None:
+                stats += read_into(chain(*read), index, reader, staging_bytes=staging_bytes)
+        except Exception as failed:
+            error = failed
+        for work in dist.batch_isend_irecv(list(chain(*moves))):
+            work.wait()
+    if error is not None:
+        raise error
+    return stats
+
+
 # ---- values ----
 
 
 def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
     """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised."""
-    transfers, parts = reads_of(places, index)
-    return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
+    transfers, slabs = reads_of(places, index)
+    return reader.read(transfers) + dequantize(slabs, reader, staging_bytes=staging_bytes)
 
 
 def read_converted(
@@ -217,7 +301,7 @@ def check_values(match: Match, *, staging_bytes: int) -> TransferStats:
     """Compare the two stored values of each tied pair, and look for columns of quantised weights that are ordered by
     activation; each rank compares its own shards, and looks at some weights, which costs what is returned."""
     index, (rank, world_size) = match.index, rank_and_size()
-    ordered = with_groups(index.tensors.values())
+    ordered = [each for each in index.tensors.values() if isinstance(each, QuantizedTensor) and each.groups is not None]
     if not match.tied_pairs and not ordered:
         return TransferStats()
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:

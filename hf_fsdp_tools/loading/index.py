@@ -19,25 +19,21 @@ from hf_fsdp_tools.distributed.agreement import by_rank, compare_at_end, rank_an
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.loading.formats.dcp import SavedPath, find_dcp_folder, is_wrapped, model_part, parse_dcp, peft_part
+from hf_fsdp_tools.loading.formats.dcp import SavedPath, is_wrapped, model_part, parse_dcp, peft_part
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.loading.formats.safetensors import join_parts, parse_header
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
     PICKLED,
     PICKLED_INDEX,
     WEIGHTS,
     WEIGHTS_INDEX,
+    Contents,
     as_one_message,
-    has_safetensors,
     is_pickled,
-    named_in_config,
     read_listing,
-    read_settled,
-    refuse_pickled,
-    stamp,
-    weight_files,
+    stamps,
 )
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import name_of, pinned
@@ -86,17 +82,20 @@ class CheckpointIndex:
         return sum(t.num_bytes for t in self.tensors.values())
 
     @cached_property
-    def header_digest(self) -> str:
-        """A digest of what the headers say of every tensor, and of the sizes of the files."""
-        return _digest(_headers(self.tensors))
+    def contents(self) -> dict[str, str]:
+        """What copies of it have alike: its commit, and a digest of headers and sizes of its files."""
+        return {
+            "commit": self.commit or "a local folder",
+            "header of the weight files": _digest(_headers(self.tensors)),
+        }
 
     @cached_property
-    def _chunks(self) -> dict[str, TensorChunk]:
+    def _chunks(self) -> dict[str, StoredTensor]:
         chunked = [t for t in self.tensors.values() if isinstance(t, ChunkedTensor)]
-        return {chunk.stored.key: chunk for t in chunked for chunk in t.chunks}
+        return {chunk.key: chunk for t in chunked for chunk in t.parts}
 
     def _stored(self, source: str) -> Stored:
-        return self._chunks[source].stored if source in self._chunks else self.tensors[source]
+        return self._chunks.get(source) or self.tensors[source]
 
     def source_dtype(self, source: str, floats: torch.dtype | None = None) -> torch.dtype:
         """The stored dtype of a source: a tensor or a chunk of a tensor, by the name that pieces have for it; if it is
@@ -112,23 +111,20 @@ class CheckpointIndex:
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
         """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""
-        chunk = self._chunks.get(source)
-        if chunk is None:
-            tensor = self.tensors[source]
-            assert not isinstance(tensor, ChunkedTensor)
-            return tensor
-        if chunk.is_archive:
-            chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
-        return chunk.stored
+        tensor = self._stored(source)
+        assert not isinstance(tensor, ChunkedTensor)
+        if isinstance(tensor, StoredTensor) and tensor.is_archive:
+            tensor = self._chunks[source] = locate_chunk(tensor)
+        return tensor
 
     def refuse_changed(self) -> None:
         """Refuse files that another save replaced or wrote after their headers were read; values may be mixed."""
-        for file, state in self._states.items():
-            if stamp(file) != state:
-                raise CheckpointError(
-                    f"{name_of(file)}: was replaced, written or removed while the checkpoint was read, by another "
-                    "save or download as a rule. Load the checkpoint again when that is over."
-                )
+        now = stamps(self._states)
+        if changed := [file for file, state in self._states.items() if now[file] != state]:
+            raise CheckpointError(
+                f"{name_of(changed[0])}: was replaced, written or removed while the checkpoint was read, by another "
+                "save or download as a rule. Load the checkpoint again when that is over."
+            )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
         """An index of the tensors of one model, under the model's names; a training state can hold more."""
@@ -187,54 +183,41 @@ class CheckpointIndex:
         Raises:
             CheckpointError: the path is absent, holds no weights, or a file or header is damaged.
         """
-        name = fspath(path_or_repo)
-        with storage_errors("read", Path(name)):
-            with watched(Path(name)):
-                path = local_path(name)
-                is_file = path is not None and path.is_file()
-            commit = None
-            if path is None:
-                hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir, "subfolder": subfolder}
-                folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs | {"local_files_only": local_files_only})
-            elif is_file:
-                if not allow_pickle:
-                    refuse_pickled([path])
-                return cls._from_files(name, [path], None, {})
-            else:
-                folder = path / (subfolder or "")
-            index = read_settled(folder, partial(cls._from_folder, name, folder, allow_pickle))
-            return replace(index, commit=commit)
+        name, commit = fspath(path_or_repo), None
+        with watched(Path(name)):
+            path = local_path(name)
+        if path is None:
+            hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir, "subfolder": subfolder}
+            path, commit = _fetch_weights(name, allow_pickle, hub_kwargs | {"local_files_only": local_files_only})
+        elif subfolder:
+            path = path / subfolder
+        index = Contents(path).settled(partial(cls.of, name=name, allow_pickle=allow_pickle))
+        return replace(index, commit=commit)
 
     @classmethod
-    def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
+    def of(cls, contents: Contents, *, name: str, allow_pickle: bool) -> "CheckpointIndex":
         """Index the checkpoint of a folder, of whatever kind."""
-        with watched(folder):
-            saved = None if has_safetensors(folder) else find_dcp_folder(folder)
-        if saved is not None:  # `of_model` picks the model's tensors later
-            states = {file: stamp(file) for file in saved.glob("*.distcp")}
-            stored, num_bytes = parse_dcp(saved)
-            tensors = MappingProxyType({tensor.key: tensor for _, tensor in stored})
-            own: dict[str, Any] = {"header_bytes": num_bytes, "_saved": dict(stored), "_states": states}
-            return cls(name=name, tensors=tensors, is_model_state=True, **own)
-        named = named_in_config(folder)
-        with watched(folder):
-            files, listing = weight_files(folder, named, allow_pickle)
-        weight_map = read_listing(listing) if listing else {}
-        return cls._from_files(name, files or sorted(set(weight_map.values())), listing, weight_map)
+        with storage_errors("read", contents.path):
+            if (saved := contents.dcp()) is None:
+                return cls._of_files(name, *contents.weights(allow_pickle=allow_pickle))
+            states = stamps(saved.like("*.distcp"))
+            stored, num_bytes = parse_dcp(saved.path)
+        tensors = MappingProxyType({tensor.key: tensor for _, tensor in stored})
+        own: dict[str, Any] = {"header_bytes": num_bytes, "_saved": dict(stored), "_states": states}
+        return cls(name=name, tensors=tensors, is_model_state=True, **own)  # `of_model` picks the model's tensors later
 
     @classmethod
-    def _from_files(
-        cls, name: str, files: Iterable[Path], listing: Path | None, weight_map: Mapping[str, Path]
-    ) -> "CheckpointIndex":
+    def _of_files(cls, name: str, files: Iterable[Path], listing: Path | None) -> "CheckpointIndex":
         """Read every header; check them against each other and against the index file; report all problems at once."""
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
         keys: dict[SavedPath, str] = {}
-        problems, states = list[str](), dict[Path, tuple[int, int]]()
+        problems: list[str] = []
+        weight_map = read_listing(listing) if listing else {}
         header_bytes = listing.stat().st_size if listing else 0
-        for file in files:
+        states = stamps(files or sorted(set(weight_map.values())))
+        for file in states:
             try:
-                states[file] = stamp(file)
                 stored, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
@@ -300,14 +283,9 @@ def refuse_other_contents(index: CheckpointIndex, *configs: Any) -> None:
     `agreed_steps` where that ends; values are not read.
     """
     if rank_and_size()[1] > 1:
-        own = {
-            "commit": index.commit or "a local folder",
-            "config": _digest(_plain(config) for config in configs),
-            "header of the weight files": index.header_digest,
-        }
-        compare_at_end(
-            (index.name, socket.gethostname(), own), _refuse_others, "comparing the checkpoint between nodes"
-        )
+        own = index.contents | {"config": _digest(_plain(config) for config in configs)}
+        said = index.name, socket.gethostname(), own
+        compare_at_end(said, _refuse_others, "comparing the checkpoint between nodes")
 
 
 def _refuse_others(opened: list[tuple[str, str, dict[str, str]]]) -> None:

@@ -64,7 +64,7 @@ def load_weights(
 
     The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
     initialisation for tensors that are in no file. Where a conversion only moves data, a rank reads the byte ranges
-    of its shard; where these are short (`loading.bands`), up to eight ranks read together and exchange them. Any other
+    of its shard; where these are short (`fill.Band`), up to eight ranks read together and exchange them. Any other
     conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP the first replica reads,
     and each shard is broadcast to the others.
 
@@ -134,6 +134,8 @@ def load_weights(
         filling: dict[str, Any] = {"device": device, "dtype": dtype, "staging_bytes": staging_bytes}
         others: dict[str, Any] = {"added_tokens": added_tokens, "carry_heads": carry_heads, "seed": seed}
         others["allow_pickle"] = hub_kwargs.get("allow_pickle", False)
+        if isinstance(path_or_repo, CheckpointIndex):
+            others["checkpoint"] = path_or_repo.contents
         same_on_all_ranks("loading weights", **matching, **filling, **others)
         index = _open(path_or_repo, hub_kwargs)
         with agreed("matching the checkpoint with the model"):
@@ -164,12 +166,11 @@ def load_weights(
 
 def _open(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:
     """The index of a checkpoint, whose contents all ranks see alike. Every rank must call."""
-    if isinstance(path_or_repo, CheckpointIndex):
-        index = path_or_repo
-    else:
-        wait_for_saves()  # perhaps of this checkpoint
-        open_it = partial(CheckpointIndex.open, path_or_repo)
-        index = opened("opening the checkpoint", path_or_repo, lambda hub: open_it(**hub), hub_kwargs)
+    if isinstance(path_or_repo, CheckpointIndex):  # an argument, and compared as such
+        return path_or_repo
+    wait_for_saves()  # perhaps of this checkpoint
+    open_it = partial(CheckpointIndex.open, path_or_repo)
+    index = opened("opening the checkpoint", path_or_repo, lambda hub: open_it(**hub), hub_kwargs)
     refuse_other_contents(index)
     return index
 

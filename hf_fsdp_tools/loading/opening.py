@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, cast
@@ -16,16 +16,8 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.adapter_state import AdapterState, adapter_prefixes
-from hf_fsdp_tools.loading.formats.dcp import METADATA, MODEL_FOLDERS
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
-from hf_fsdp_tools.loading.weight_files import (
-    ACCELERATE_PICKLED,
-    CONFIG,
-    PICKLED,
-    PICKLED_INDEX,
-    has_safetensors,
-    read_settled,
-)
+from hf_fsdp_tools.loading.weight_files import CONFIG, Contents
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.pickles import load_generation_config
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_FILES, as_peft_config, read_adapter_config
@@ -96,7 +88,7 @@ def open_checkpoint(
     name, peft_config = fspath(name_or_path), as_peft_config(peft_config)
     names = partial(_names, Source(name, hub_kwargs), config, peft_config)
     open_it = partial(_open_alone, name, config, peft_config, trust_remote_code, allow_pickle)
-    with agreed_steps("opening the checkpoint"):
+    with pinned(), agreed_steps("opening the checkpoint"):
         checkpoint = opened("opening the checkpoint", names, open_it, hub_kwargs)
         is_adapter = {"is an adapter": checkpoint.adapter is not None}
         refuse_other_contents(checkpoint.index, checkpoint.config, checkpoint.generation_config, is_adapter)
@@ -114,10 +106,15 @@ class Source:
     hub: Mapping[str, Any]
     """`revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`."""
 
-    @property
+    @cached_property
     def path(self) -> Path | None:
         """The local path; None for a hub name."""
         return local_path(self.name)
+
+    @cached_property
+    def contents(self) -> Contents | None:
+        """What the local folder holds; None for a hub name."""
+        return None if self.path is None else Contents(self.folder()[0])
 
     def folder(self, *patterns: str) -> "tuple[Path, Source]":
         """The local folder, with files of these patterns fetched, and the source at the same commit."""
@@ -152,7 +149,6 @@ class Source:
         return next((str(folder) for folder in (own, *list(own.parents)[:2]) if (folder / file).is_file()), None)
 
 
-@pinned()
 def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike[str]]:
     """All that is opened with a source: itself, its config if that is a name, and the base of its adapter."""
     names: list[str | PathLike[str]] = [source.name]
@@ -164,7 +160,6 @@ def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike
     return names if base is None else [*names, base.name]
 
 
-@pinned()
 def _open_alone(
     name: str, config: Any, peft_config: Any, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> Checkpoint:
@@ -233,11 +228,11 @@ def _find_base(source: Source) -> tuple[Source, Source | None, dict[str, Any]]:
     """The source at one commit, and the base if it is an adapter, and what the adapter says of it."""
     with watched(Path(source.name)):
         folder, source = source.folder("*config.json")
-        content = "adapter" if source.path is None else _content_of(folder)
-    written = read_adapter_config(folder) if "adapter" in content else None
+        kind = "adapter" if source.contents is None else source.contents.kind
+    written = read_adapter_config(folder) if "adapter" in kind else None
     if written is None:
         return source, None, {}
-    base = source if "model" in content else _base_of(source, written)
+    base = source if "model" in kind else _base_of(source, written)
     if base is None:
         raise CheckpointError(
             f"The adapter {source.name!r} names no base model (base_model_name_or_path in adapter_config.json). Write "
@@ -246,20 +241,6 @@ def _find_base(source: Source) -> tuple[Source, Source | None, dict[str, Any]]:
     if base.name == source.name:  # the model's own config says what it is
         return source, source, {}
     return source, base, base_options_of(written, adapter_shapes(source.folder("adapter_model.*")[0]))
-
-
-def _content_of(folder: Path) -> str:
-    """What a local folder holds: "model" (or a training state), "adapter", or "model and adapter".
-
-    Axolotl writes the config of the base next to an adapter, and Accelerate an adapter's values next to those of PEFT.
-    """
-    has_values = any(folder.glob("adapter_model.*"))
-    if (folder / CONFIG).is_file():
-        is_model = has_safetensors(folder) or any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
-        return ("model and adapter" if is_model else "adapter") if has_values else "model"
-    of_states = (METADATA, MODEL_FOLDERS, ACCELERATE_PICKLED)
-    is_state = not has_values and any(path for pattern in of_states for path in folder.glob(pattern))
-    return "model" if is_state else "adapter"
 
 
 def _fields_of(peft_config: Any) -> Mapping[str, Any]:
@@ -306,13 +287,16 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
         near = source.holding(CONFIG)
     home = None if near is None else replace(source, name=near)
 
-    def read() -> Checkpoint:
+    def read(contents: Contents | None) -> Checkpoint:
         hub, used_config = dict(source.hub), config
         if home is not None and (config is None or home.path is None):  # of a hub name, this fixes the commit
             own = load_config(home.name, trust_remote_code=trust_remote_code, **hub)
             hub["revision"] = own._commit_hash or hub.get("revision")
             used_config = own if config is None else config
-        index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **hub)
+        if contents is None:
+            index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **hub)
+        else:
+            index = CheckpointIndex.of(contents, name=source.name, allow_pickle=allow_pickle)
         hub["revision"] = index.commit or hub.get("revision")
         base, adapter = index.split_adapter(adapter_prefixes)
         if used_config is None and adapter is None:
@@ -339,4 +323,6 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
             hub_kwargs=source.hub,
         )
 
-    return read_settled(home.path, read) if home and home.path else read()
+    if source.contents is None:
+        return read(None)
+    return source.contents.settled(read, *([] if near is None else [Path(near) / CONFIG]))

@@ -18,6 +18,11 @@ class View:
     strides: tuple[int, ...]
     """Step in the flat tensor per dimension."""
 
+    @classmethod
+    def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> "View":
+        """All of a tensor of this shape, which is row-major where no strides are given."""
+        return cls(offset=0, length=tuple(shape), strides=tuple(strides or row_major_strides(shape)))
+
     def crop(self, start: Sequence[int], length: Sequence[int]) -> "View":
         """The part of the view that begins at index `start` and has `length` indices per dimension."""
         offset = self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
@@ -28,12 +33,22 @@ class View:
 class Piece:
     """A box of one tensor that equals, index by index, a view of the tensor named `source`."""
 
-    box: Box
-    """Where the piece lies in the tensor that is put together from pieces."""
+    start: tuple[int, ...]
+    """Where the box begins in the tensor that is put together from pieces."""
     source: str
     """Name of the tensor that the elements come from."""
     view: View
-    """Where they lie in it; same lengths as the box."""
+    """Where they lie in it; its lengths are those of the box."""
+
+    @classmethod
+    def whole(cls, source: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> "Piece":
+        """A tensor of this shape that is all of its source, which is row-major where no strides are given."""
+        return cls(start=(0,) * len(shape), source=source, view=View.whole(shape, strides))
+
+    @property
+    def box(self) -> Box:
+        """Where the piece lies in the tensor that is put together from pieces."""
+        return Box(start=self.start, length=self.view.length)
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -46,8 +61,8 @@ def slice_piece(piece: Piece, box: Box) -> Piece | None:
     common = piece.box.intersect(box)
     if not common.numel:
         return None
-    first = [c - b for c, b in zip(common.start, piece.box.start, strict=True)]
-    return Piece(box=common, source=piece.source, view=piece.view.crop(first, common.length))
+    view = piece.view.crop(common.start_in(piece.box), common.length)
+    return Piece(start=common.start, source=piece.source, view=view)
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

@@ -57,9 +57,7 @@ class PieceTensor(torch.Tensor):
     @classmethod
     def named(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> "PieceTensor":
         """The input called `name`: one piece, which is the whole input."""
-        box = Box.whole(shape)
-        view = View(offset=0, length=tuple(shape), strides=row_major_strides(shape))
-        return cls(shape, dtype, [Piece(box=box, source=name, view=view)], frozenset([name]))
+        return cls(shape, dtype, [Piece.whole(name, shape)], frozenset([name]))
 
     @classmethod
     def stored(cls, tensor: Stored, dtype: torch.dtype) -> "PieceTensor":
@@ -115,15 +113,20 @@ def _pick(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def _permute(t: PieceTensor, order: Sequence[int]) -> PieceTensor:
     """Reorder the dimensions; those that are left out must have length one, and are dropped."""
     order = [d % t.dim() for d in order]
+    return _mapped(t, lambda values, _: _pick(values, order))
+
+
+def _mapped(t: PieceTensor, change: Callable[[Sequence[int], int], tuple[int, ...]]) -> PieceTensor:
+    """A tensor with other dimensions: `change` gives what they have, and is told what a new one of length one has."""
     pieces = [
         Piece(
-            box=Box(start=_pick(p.box.start, order), length=_pick(p.box.length, order)),
+            start=change(p.start, 0),
             source=p.source,
-            view=View(offset=p.view.offset, length=_pick(p.view.length, order), strides=_pick(p.view.strides, order)),
+            view=View(offset=p.view.offset, length=change(p.view.length, 1), strides=change(p.view.strides, 0)),
         )
         for p in t.pieces or ()
     ]
-    return _moved(t, _pick(t.shape, order), pieces)
+    return _moved(t, change(t.shape, 1), pieces)
 
 
 def _transpose(t: PieceTensor, dim0: int, dim1: int) -> PieceTensor:
@@ -144,12 +147,8 @@ def _slice(
     high = max(low, high)
     shape = [high - low if d == dim else n for d, n in enumerate(t.shape)]
     keep = Box(start=tuple(low if d == dim else 0 for d in range(t.dim())), length=tuple(shape))
-    pieces = []
-    for p in t.pieces or ():
-        if part := slice_piece(p, keep):
-            moved = tuple(s - k for s, k in zip(part.box.start, keep.start, strict=True))
-            pieces.append(replace(part, box=Box(start=moved, length=part.box.length)))
-    return _moved(t, shape, pieces)
+    parts = (slice_piece(p, keep) for p in t.pieces or ())
+    return _moved(t, shape, [replace(part, start=part.box.start_in(keep)) for part in parts if part])
 
 
 def _split(t: PieceTensor, size: int, dim: int = 0) -> list[PieceTensor | None]:
@@ -188,19 +187,7 @@ def _squeeze(t: PieceTensor, dims: int | Sequence[int] | None = None) -> PieceTe
 def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor:
     """Add a dimension of length one."""
     dim %= t.dim() + 1
-
-    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*values[:dim], value, *values[dim:])
-
-    pieces = [
-        Piece(
-            box=Box(start=put(p.box.start, 0), length=put(p.box.length, 1)),
-            source=p.source,
-            view=View(offset=p.view.offset, length=put(p.view.length, 1), strides=put(p.view.strides, 0)),
-        )
-        for p in t.pieces or ()
-    ]
-    return _moved(t, put(t.shape, 1), pieces)
+    return _mapped(t, lambda values, new: (*values[:dim], new, *values[dim:]))
 
 
 def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
@@ -214,8 +201,8 @@ def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
     pieces, offset = [], 0
     for t in tensors:
         for p in t.pieces or ():
-            start = tuple(s + offset if d == dim else s for d, s in enumerate(p.box.start))
-            pieces.append(Piece(box=Box(start=start, length=p.box.length), source=p.source, view=p.view))
+            start = tuple(s + offset if d == dim else s for d, s in enumerate(p.start))
+            pieces.append(replace(p, start=start))
         offset += t.shape[dim]
     shape = [offset if d == dim else n for d, n in enumerate(tensors[0].shape)]
     return PieceTensor(shape, tensors[0].dtype, pieces, frozenset[str]().union(*(t.sources for t in tensors)))
@@ -242,7 +229,7 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
     """Yield the piece under the new shape, split where its box is none there; untouched dimensions stay whole."""
     parts: list[tuple[tuple[Box, View], ...]] = [()]
     for old_dims, new_dims in _dim_groups(old, new):
-        box = Box(start=_pick(piece.box.start, old_dims), length=_pick(piece.box.length, old_dims))
+        box = Box(start=_pick(piece.start, old_dims), length=_pick(piece.view.length, old_dims))
         view = View(offset=0, length=box.length, strides=_pick(piece.view.strides, old_dims))
         outer, inner = _pick(old, old_dims), _pick(new, new_dims)
         found = [(box, view)]
@@ -250,10 +237,10 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
             found = [option for run in _even_runs(box, view, outer) for option in boxes_of_run(*run, inner)]
         parts = [(*part, option) for part in parts for option in found]
     for part in parts:
-        box = Box(start=sum((b.start for b, _ in part), ()), length=sum((b.length for b, _ in part), ()))
+        start, length = sum((b.start for b, _ in part), ()), sum((b.length for b, _ in part), ())
         strides = sum((v.strides for _, v in part), ())
         offset = piece.view.offset + sum(v.offset for _, v in part)
-        yield Piece(box=box, source=piece.source, view=View(offset=offset, length=box.length, strides=strides))
+        yield Piece(start=start, source=piece.source, view=View(offset=offset, length=length, strides=strides))
 
 
 def _dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:

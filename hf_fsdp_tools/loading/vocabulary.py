@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
 from hf_fsdp_tools.distributed.cpu_backend import all_reduced
-from hf_fsdp_tools.distributed.shards import Box, Held
+from hf_fsdp_tools.distributed.shards import Box, Held, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.modeling.configs import text_config
@@ -229,8 +229,7 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
         values[key] = mean.to(state[key].dtype).expand(added[key].length)
     for key, new in added.items():
         for part, memory in Held.of(state[key]).parts(new):
-            first = (p - n for p, n in zip(part.start, new.start, strict=True))
-            memory.copy_(values[key][Box(start=tuple(first), length=part.length).slices])
+            memory.copy_(memory_view(values[key], part.start_in(new), part.length))
 
 
 def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:

@@ -1,16 +1,18 @@
-"""Find the weight files of a folder, also one that a save is changing; nothing that a folder says is trusted."""
+"""What a folder holds, looked at once, also where a save is changing it; nothing that it says is trusted."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import TypeVar
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import OF_GGUF
-from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.formats.dcp import METADATA, MODEL_FOLDERS
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import stored_object
@@ -39,7 +41,7 @@ _CURES = {
     "zero_to_fp32.py": "DeepSpeed wrote this state. Make a checkpoint of it once, and copy config.json there: "
     "python zero_to_fp32.py . OUT --safe_serialization.",
     "*.ckpt": "Lightning wrote these files. Give the path of one, and allow_pickle=True.",
-    "model/*": "The weights may be in the folder 'model' inside, as NeMo AutoModel's are. Give that.",
+    "model/": "The weights may be in the folder 'model' inside, as NeMo AutoModel's are. Give that.",
     "*": "Give the folder that save_pretrained wrote.",
 }
 """What to do with a folder that holds such files, and no weights that can be read; the first that fits."""
@@ -61,54 +63,125 @@ def refuse_pickled(files: Iterable[Path]) -> None:
         )
 
 
-def has_safetensors(folder: Path) -> bool:
-    """Whether the folder holds safetensors of a model; files of an adapter do not count."""
-    return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
+class Contents:
+    """What a folder holds: its files and what they are of, by one look at its list of names; of a file, that file."""
 
+    def __init__(self, path: Path) -> None:
+        """List a folder. Where nothing is, nothing is held."""
+        self.path = path
+        """The folder, or the file."""
+        self.names: list[str] = []
+        """The names of files and, with a slash at their end, of folders, in order."""
+        with storage_errors("read", path), watched(path):
+            self.is_file = path.is_file()
+            self.stamps = stamps(path / name for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG))
+            """What changes where a save replaces the checkpoint, as it was before the folder was listed."""
+            if path.is_dir():
+                with os.scandir(path) as entries:
+                    self.names = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
 
-def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:
-    """The weight files of a folder, or the index file that names them; with the precedence of transformers."""
-    if not folder.is_dir():
-        raise CheckpointError(f"No such folder: {str(folder)!r}. Give a folder with {WEIGHTS}, or a hub name.")
-    if named is not None:
-        return ([], folder / named) if named.endswith(".json") else ([folder / named], None)
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS], None
-    if (folder / WEIGHTS_INDEX).is_file():
-        return [], folder / WEIGHTS_INDEX
-    plain = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("adapter_")]
-    if plain:
-        _refuse_incomplete(plain)
-        return plain, None
-    of_accelerate = _one_of(sorted(folder.glob(ACCELERATE_PICKLED)))
-    if not allow_pickle:
-        refuse_pickled(sorted(folder.glob("pytorch_model*.bin")))
-    if (folder / PICKLED).is_file():
-        return [folder / PICKLED], None
-    if of_accelerate is not None:
-        return [of_accelerate], None
-    if (folder / PICKLED_INDEX).is_file():
-        return [], folder / PICKLED_INDEX
-    cure = next((cure for pattern, cure in _CURES.items() if any(folder.glob(pattern))), _CURES["*"])
-    names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
-    raise CheckpointError(
-        f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
-        f"allow_pickle=True, {PICKLED}), found {names}. {cure}"
-    )
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, which is no link to nothing."""
+        return name in self.names and (self.path / name).is_file()
 
+    def like(self, pattern: str) -> list[Path]:
+        """Its files with such names, in order."""
+        return [self.path / name for name in matching(self.names, pattern)]
 
-def _one_of(files: list[Path]) -> Path | None:
-    """The one file that Accelerate wrote of a model; None without any."""
-    if parts := [file.name for file in files if "_rank" in file.stem]:
+    @property
+    def kind(self) -> str:
+        """What it is: "model" (or a training state), "adapter" (or nothing), or "model and adapter".
+
+        Axolotl writes the config of the base next to an adapter, and Accelerate an adapter's values next to PEFT's.
+        """
+        has_values = bool(self.like("adapter_model.*"))
+        if self.has(CONFIG):
+            is_model = self.has_safetensors or self.has(PICKLED) or self.has(PICKLED_INDEX)
+            return ("model and adapter" if is_model else "adapter") if has_values else "model"
+        is_state = METADATA in self.names or self.like(MODEL_FOLDERS) or self.like(ACCELERATE_PICKLED)
+        return "model" if is_state and not has_values else "adapter"
+
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether it holds safetensors of a model; files of an adapter do not count."""
+        return any(not file.name.startswith("adapter_") for file in self.like("*.safetensors*"))
+
+    def dcp(self) -> "Contents | None":
+        """The DCP folder of a model: itself, or the one inside it that Accelerate or the Trainer wrote; None without
+        one."""
+        if self.has_safetensors or self.has(METADATA):
+            return None if self.has_safetensors else self
+        below = [Contents(self.path / name) for name in matching(self.names, f"{MODEL_FOLDERS}/")]
+        below = [folder for folder in below if folder.has(METADATA)]
+        self._refuse_several([folder.path.name for folder in below], "folders")
+        return below[0] if below else None
+
+    def weights(self, *, allow_pickle: bool) -> tuple[list[Path], Path | None]:
+        """The weight files, or the index file that names them; with the precedence of transformers."""
+        name = self._named_in_config() or next((each for each in (WEIGHTS, WEIGHTS_INDEX) if self.has(each)), None)
+        plain = [file for file in self.like("*.safetensors") if not file.name.startswith("adapter_")]
+        if name is None and plain:
+            _refuse_incomplete(plain)
+            return plain, None
+        if name is None:
+            of_accelerate = self._of_accelerate()
+            if not allow_pickle:
+                refuse_pickled([self.path] if self.is_file else self.like("pytorch_model*.bin"))
+            pickled = (PICKLED, *of_accelerate, PICKLED_INDEX)
+            name = "" if self.is_file else next((each for each in pickled if self.has(each)), None)
+        if name is not None:
+            file = self.path / name
+            return ([], file) if name.endswith(".json") else ([file], None)
+        if not self.path.is_dir():
+            raise CheckpointError(f"No such folder: {str(self.path)!r}. Give a folder with {WEIGHTS}, or a hub name.")
+        cure = next((cure for pattern, cure in _CURES.items() if self.like(pattern)), _CURES["*"])
         raise CheckpointError(
-            f"{str(files[0].parent)!r} holds the parts of {len(parts)} ranks ({listed(parts, 4)}; LOCAL_STATE_DICT, or "
-            "use_dcp=False), which do not say what they are parts of. Load them in a run that is set up like the "
-            "one that saved them (accelerator.load_state), and save it with SHARDED_STATE_DICT or FULL_STATE_DICT."
+            f"No weights in {str(self.path)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, "
+            f"with allow_pickle=True, {PICKLED}), found {listed(self.names, 10) or 'nothing'}. {cure}"
         )
-    if len(files) > 1:
-        names = listed(file.name for file in files)
-        raise CheckpointError(f"{str(files[0].parent)!r} holds several models: {names}. Give the path of one file.")
-    return next(iter(files), None)
+
+    def _of_accelerate(self) -> list[str]:
+        """The one file that Accelerate wrote of a model, if any."""
+        names = matching(self.names, ACCELERATE_PICKLED)
+        if parts := [name for name in names if "_rank" in name]:
+            raise CheckpointError(
+                f"{str(self.path)!r} holds the parts of {len(parts)} ranks ({listed(parts, 4)}; LOCAL_STATE_DICT, or "
+                "use_dcp=False), which do not say what they are parts of. Load them in a run that is set up like the "
+                "one that saved them (accelerator.load_state), and save it with SHARDED_STATE_DICT or FULL_STATE_DICT."
+            )
+        self._refuse_several(names, "files")
+        return names
+
+    def _refuse_several(self, names: list[str], what: str) -> None:
+        if len(names) > 1:
+            fact = f"{str(self.path)!r} holds several models: {listed(names)}"
+            raise CheckpointError(f"{fact}. Give the path of one of these {what}.")
+
+    def _named_in_config(self) -> str | None:
+        """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it."""
+        named = None
+        with suppress(CheckpointError):  # whoever loads the config says so
+            named = read_json_object(self.path / CONFIG).get("transformers_weights") if self.has(CONFIG) else None
+        if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
+            return None
+        if leaves_folder(named):
+            fact = f"{self.path / CONFIG}: transformers_weights is {quoted(named)}"
+            raise CheckpointError(f"{fact}; expected a file inside the folder.")
+        return named
+
+    def settled(self, read: Callable[["Contents"], T], *more: Path) -> T:
+        """The result of reading it; it is listed and read once more where a save has replaced the checkpoint, or one of
+        `more` files, meanwhile."""
+        before = self.stamps | stamps(more)
+        try:
+            result = read(self)
+        except (CheckpointError, OSError):
+            if stamps(before) == before:
+                raise
+        else:
+            if stamps(before) == before:
+                return result
+        return read(Contents(self.path))
 
 
 def read_listing(listing: Path) -> dict[str, Path]:
@@ -144,49 +217,21 @@ def as_one_message(problems: list[str]) -> str:
     return several if len(problems) > 1 else problems[0]
 
 
-def stamp(file: Path) -> tuple[int, int]:
-    """Inode and time of modification of a file, which change when it is replaced or written, or the version of one in a
-    store; zeros without a file."""
-    with watched(file):
-        if (there := stored_object(file)) is not None:
-            return there.version_now()
-        try:
-            status = file.stat()
-        except OSError:
-            return 0, 0
-    return status.st_ino, status.st_mtime_ns
-
-
-def read_settled(folder: Path, read: Callable[[], T]) -> T:
-    """The result of reading a folder; it is read once more where a save has replaced the checkpoint meanwhile."""
-
-    def stamps() -> list[tuple[int, int]]:
-        return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG)]
-
-    before = stamps()
-    try:
-        result = read()
-    except (CheckpointError, OSError):
-        if stamps() == before:
-            raise
-    else:
-        if stamps() == before:
-            return result
-    return read()
-
-
-def named_in_config(folder: Path) -> str | None:
-    """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it."""
-    file = folder / CONFIG
-    try:
-        named = read_json_object(file).get("transformers_weights") if file.is_file() else None
-    except CheckpointError:
-        return None  # whoever loads the config says so
-    if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
-        return None
-    if leaves_folder(named):
-        raise CheckpointError(f"{file}: transformers_weights is {quoted(named)}; expected a file inside the folder.")
-    return named
+def stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Inode and time of modification of each file, which change when it is replaced or written, or the version of one
+    in a store; zeros without a file."""
+    found = {}
+    for file in files:
+        with watched(file):
+            if (there := stored_object(file)) is not None:
+                found[file] = there.version_now()
+                continue
+            try:
+                status = file.stat()
+                found[file] = status.st_ino, status.st_mtime_ns
+            except OSError:
+                found[file] = 0, 0
+    return found
 
 
 def _refuse_incomplete(files: list[Path]) -> None:

@@ -23,8 +23,8 @@ from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.proof.rounding import SHARES, summed_in_parts
 from hf_fsdp_tools.proof.routing import Choices, choices
-from hf_fsdp_tools.sharding.hooks import OF_RECURRENCES
 from hf_fsdp_tools.sharding.injection import names_as_saved
+from hf_fsdp_tools.sharding.precision import OF_RECURRENCES
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

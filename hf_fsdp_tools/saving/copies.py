@@ -11,7 +11,7 @@ import torch
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, refuse_too_large
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.io.staging import Ring
+from hf_fsdp_tools.loading.io.files import Ring
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.text import first_line, show_bytes
 

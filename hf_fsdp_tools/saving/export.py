@@ -25,9 +25,9 @@ from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors
 from hf_fsdp_tools.loading.fill import check_values, read_converted, read_into
 from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
-from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.opening import Checkpoint, Source, open_checkpoint
+from hf_fsdp_tools.loading.quantized.dequantize import Place as ReadPlace
 from hf_fsdp_tools.loading.quantized.dequantize import batches
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.report import loading_bar

@@ -31,9 +31,9 @@ from typing import Any, Self
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.folders import this_boot, try_lock
-from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
+from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_FILES

@@ -11,8 +11,8 @@ from typing import Any
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
-from hf_fsdp_tools.loading.io.durable import sync, write_durably
 from hf_fsdp_tools.modeling.pickles import read_json_object, refuse_special
+from hf_fsdp_tools.saving.durable import sync, write_durably
 from hf_fsdp_tools.stores import open_file
 from hf_fsdp_tools.text import first_line, listed
 

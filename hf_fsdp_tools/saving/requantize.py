@@ -14,9 +14,9 @@ from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
-from hf_fsdp_tools.loading.io.transfer import QuantizedPart, transfer_of
-from hf_fsdp_tools.loading.quantized.dequantize import dequantize
-from hf_fsdp_tools.loading.regions import View, row_major_strides
+from hf_fsdp_tools.loading.io.transfer import transfer_of
+from hf_fsdp_tools.loading.quantized.dequantize import Slab, dequantize
+from hf_fsdp_tools.loading.regions import View
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
 from hf_fsdp_tools.saving.material import ExportSource
@@ -175,7 +175,7 @@ class Requantizer:
 
 def _read(part: StoredTensor, reader: Reader) -> torch.Tensor:
     memory = torch.empty(part.shape, dtype=part.dtype)
-    reader.read([transfer_of(part, View(offset=0, length=part.shape, strides=row_major_strides(part.shape)), memory)])
+    reader.read([transfer_of(part, View.whole(part.shape), memory)])
     return memory
 
 
@@ -183,6 +183,5 @@ def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader, first: 
     """The dequantised tensor, or its first rows."""
     length = (tensor.shape[0] if first is None else first, *tensor.shape[1:])
     memory = torch.empty(length, dtype=dtype)
-    view = View(offset=0, length=length, strides=tensor.strides)
-    dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
+    dequantize([Slab(tensor, View.whole(length, tensor.strides), memory)], reader, staging_bytes=STAGING_BYTES)
     return memory

@@ -22,7 +22,6 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, s
 from hf_fsdp_tools.hub import CARD, hub_target
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_whole, saved_tensors
 from hf_fsdp_tools.loading.fill import read_into
-from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.symbolic import PieceTensor
@@ -32,6 +31,7 @@ from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import refuse_cast, with_stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.durable import UNCHANGED, sync
 from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.publish import SaveReport, publish_weights

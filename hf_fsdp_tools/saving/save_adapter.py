@@ -11,11 +11,11 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
-from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
+from hf_fsdp_tools.saving.durable import UNCHANGED
 from hf_fsdp_tools.saving.publish import SaveReport, publish_adapter
 from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.sharding.adapters import ADAPTER_WEIGHTS

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD
-from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
+from hf_fsdp_tools.saving.durable import UNCHANGED
 from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.push import model_card_of

@@ -16,7 +16,7 @@ from tempfile import gettempdir
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.folders import try_lock
-from hf_fsdp_tools.loading.io.durable import exchange, sync
+from hf_fsdp_tools.saving.durable import exchange, sync
 from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, entry_of, manifest_text, write_manifest
 from hf_fsdp_tools.saving.target import Target, WholeFiles

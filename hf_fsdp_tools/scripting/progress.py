@@ -12,6 +12,7 @@ from hf_fsdp_tools.accelerator import peak_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.aside import Aside
 from hf_fsdp_tools.text import did_you_mean, listed
 
 _SHOWN = {
@@ -37,11 +38,11 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
     `peak_memory_gb` (of the rank that needs most). For this it must come before the callbacks that report. Every rank
     needs one; each log exchanges one number.
 
-    `possible` is the tokens/s of all ranks that the estimate says, on rank 0; None where there is none, as on CPUs.
+    `estimate` knows on rank 0 what GPUs can do, once it is made; without one nothing is compared.
     """
 
-    def __init__(self, *, has_bar: bool = False, possible: float | None = None) -> None:
-        self.possible = possible
+    def __init__(self, *, has_bar: bool = False, estimate: Aside | None = None) -> None:
+        self.estimate = estimate
         self.say = tqdm.write if has_bar else partial(print, flush=True)
         self.last: tuple[float, int | None, int] | None = None  # time, tokens counted and step of the last log
         self.evaluating_s: float | None = None  # when the evaluation began that is going on
@@ -70,8 +71,11 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
             shown = [text.format(float(logs[name])) for name, text in _SHOWN.items() if name in {*logs} - hidden]
             if logs.get("frac_reward_zero_std") == 1:  # TRL's own figure
                 shown.append("all answers of a prompt have the same reward, so that nothing is learnt")
-            if self.possible and "tokens_per_second" in logs:
-                shown.append(f"{logs['tokens_per_second'] / self.possible:.0%} of what these GPUs can do")
+            known = self.estimate.values if self.estimate is not None else None
+            rate = (known or {}).get("tokens_per_second_per_gpu")
+            if rate and "tokens_per_second" in logs:
+                share = logs["tokens_per_second"] / (rate * args.world_size)
+                shown.append(f"{share:.0%} of what these GPUs can do")
             line = ", ".join(shown) + self._time_left(state)
             self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 

@@ -30,7 +30,8 @@ class Recipe:
     """Of `TrainingSetup`, which no option changes; most recipes train on text alone."""
     options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
     frozen: str = ""  # The option for a model next to the one that is trained
-    note: str = ""  # What an estimate leaves out
+    note: str = ""  # What an estimate of memory leaves out
+    untimed: str = ""  # What else takes time in a step, of which an estimate knows nothing
 
 
 _CLASSIFIER = "AutoModelForSequenceClassification"
@@ -38,6 +39,7 @@ _OF_QWEN = "--model_name_or_path Qwen/Qwen3-8B --dataset_name"
 _OF_LLAMA = "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name"
 _PREFERENCES = f"{_OF_QWEN} trl-lib/ultrafeedback_binarized"
 _WRITES: dict[str, Any] = {"lengths": ("max_completion_length",), "rates": (1e-6, 1e-5), "columns": ("prompt",)}
+_WRITES["untimed"] = "the time to write the texts"
 _WRITES["note"] = "not counted: what writes the texts (keys and values, weights that stay gathered), and its time"
 
 RECIPES = {
@@ -50,7 +52,7 @@ RECIPES = {
             "8x80gb": f"{_OF_LLAMA} roneneldan/TinyStories --max_length 512",
         },
         rates=(2e-5, 2e-5),
-        fields={"images": 0, "loss": "full", "sync_each_batch": True},
+        fields={"images": 0, "loss": "full", "sync_each_batch": True, "compile": False},
         options=(
             "model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "optim",
             "gradient_accumulation_steps",
@@ -93,6 +95,7 @@ RECIPES = {
         },
         rates=(5e-7, 5e-6),
         rows=2,
+        untimed="the pass of the reference",
     ),
     "embed": Recipe(
         # a text that belongs to two of a batch would be a wrong negative of one; and all processes need as many rows

@@ -34,16 +34,17 @@ from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.arguments import ModelArguments, parse_arguments
+from hf_fsdp_tools.scripting.aside import Aside
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.demo import make_demo
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.recipes import RECIPES
-from hf_fsdp_tools.scripting.setups import check_generates, estimate_of
+from hf_fsdp_tools.scripting.setups import SAVING, check_generates, machine_of, setup_of
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options
-from hf_fsdp_tools.text import dtype_name, first_line, listed, show_bytes
+from hf_fsdp_tools.text import dtype_name, first_line, listed
 
 _recipe = ""  # The name that `run` was given
-_estimate: dict[str, Any] | None = None  # That of the model that was loaded, on the first rank of GPUs
+_estimate = Aside()  # That of the model that is loaded, begun on the first rank of GPUs
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
@@ -110,7 +111,7 @@ def load_model(
     if frozen:
         options |= {"dtype": computed or model_args.dtype, "policy": WrapPolicy(reshard_after_forward={"*": True})}
     else:
-        _say_estimate(model_args, training, accelerator)
+        _begin_estimate(model_args, training, accelerator)
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(hide := lambda record: "LOAD REPORT" not in record.getMessage())  # the report below has it too
     try:
@@ -131,21 +132,22 @@ def load_model(
     return model
 
 
-def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
-    """Print the memory that a recipe will need on its GPUs, or why that is not known, which keeps no run from training.
-
-    Rank 0 alone looks, without data: some seconds for a large model, in which the others wait.
-    """
+def _begin_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
+    """Have the memory that a recipe needs on its GPUs estimated aside and printed, or the reason why it is not known,
+    which keeps no run from training. Rank 0 alone has it done."""
     if accelerator.device.type == "cpu" or not accelerator.is_main_process or _recipe not in RECIPES:
         return
-    global _estimate
+    name, arguments = model_args.model_name_or_path, (training, model_args, *model_args.others)
+    saving = [f"--{word}" for word in SAVING if any(getattr(each, word, False) for each in arguments)]
     try:
-        arguments, kwargs = (training, model_args, *model_args.others), hub_options(model_args, training)
-        memory, _estimate = estimate_of(_recipe, model_args.model_name_or_path, arguments, accelerator, **kwargs)
-        most, unit = show_bytes(memory.limit_bytes).split()
-        print(f"estimated peak {show_bytes(memory.total).removesuffix(f' {unit}')} of {most} {unit}", flush=True)
+        setup = setup_of(_recipe, *arguments, **machine_of(accelerator))
     except Exception as error:
         print(f"no estimate of the peak: {first_line(error)}", flush=True)
+        return
+    words = f"hf-fsdp search {name} --recipe {_recipe} --gpu {setup.gpu} --num-processes {setup.num_processes}"
+    cure = f"{' and '.join(saving)} may save what is missing, and " * bool(saving) + f"`{words}` finds what does"
+    kwargs = {"auto_class": RECIPES[_recipe].auto_class, **hub_options(model_args, training)}
+    _estimate.begin(name, setup, kwargs, cure)
 
 
 class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
@@ -184,9 +186,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(kind)
-    possible = (_estimate or {}).get("tokens_per_second_per_gpu")
-    possible = possible and possible * training.world_size
-    progress = Progress(has_bar=has_bar, possible=possible)
+    progress = Progress(has_bar=has_bar, estimate=_estimate)
     trainer.callback_handler.callbacks.insert(0, progress)  # before those that report logs
     if has_bar:
         trainer.add_callback(_Bar())

@@ -1,11 +1,12 @@
 """What a recipe trains with its options, as a `TrainingSetup`, and which options make it train a setup."""
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -19,10 +20,6 @@ from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.modeling.configs import model_class
 from hf_fsdp_tools.scripting.recipes import RECIPES
 from hf_fsdp_tools.sharding.recompute import Recompute
-from hf_fsdp_tools.text import comment
-
-if TYPE_CHECKING:
-    from hf_fsdp_tools.foresight.memory import MemoryEstimate
 
 DEFAULT_RECIPE = "finetune"
 
@@ -31,8 +28,13 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ANSWERS = 8
 """To each prompt in GRPO (TRL's `num_generations`), all of them written at once."""
 
-_NOT_ESTIMATED = ("use_dora", "lora_target_parameters", "lora_modules_to_save", "ema_decay")
+_NOT_ESTIMATED = (
+    "use_dora", "lora_target_parameters", "lora_modules_to_save", "ema_decay", "label_smoothing_factor",
+)  # fmt: skip
 """Options that take memory of which an estimate knows nothing."""
+
+SAVING = ("use_liger_kernel", "activation_offloading")
+"""Options that take less memory than is estimated."""
 
 
 def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
@@ -74,6 +76,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         "compile": bool(get("torch_compile")),
         "attn_implementation": get("attn_implementation") or "sdpa",
         "frozen_models": _frozen(recipe, adapts, get),
+        "untimed": "" if get("precompute_ref_log_probs") else own.untimed,
         "lora_r": get("lora_r") if adapts else None,
         "lora_dropout": get("lora_dropout") if adapts else 0.0,
         "lora_target_modules": targets[0] if targets == ("all-linear",) else targets,
@@ -102,6 +105,8 @@ def check_generates(config: Any, name: str, *, trust_remote_code: bool = False) 
 
 def machine_of(accelerator: Any) -> dict[str, Any]:
     """The fields of `TrainingSetup` that an Accelerator decides."""
+    from hf_fsdp_tools.foresight.memory import ALLOCATORS
+
     plugin = accelerator.state.fsdp_plugin
     parallelism = accelerator.parallelism_config or plugin.copies
     recompute, precision = plugin.recompute, accelerator.mixed_precision
@@ -116,28 +121,19 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "reshard_after_forward": plugin.reshard_after_forward is not False,
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
+        "expandable_segments": any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATORS),
     }
 
 
-def estimate_of(
-    recipe: str, model: Any, arguments: Sequence[Any], accelerator: Any, *, loss: Any = None, **model_kwargs: Any
-) -> tuple["MemoryEstimate", dict[str, Any]]:
-    """What a recipe takes with its arguments on the GPUs of an Accelerator, and the same as values for JSON; without
-    data, in some seconds for a large model. `model_kwargs` go before the class of model that the recipe trains."""
-    from hf_fsdp_tools.foresight.memory import estimate_memory
-    from hf_fsdp_tools.foresight.throughput import throughput_of
+def estimate_of(model: Any, arguments: Sequence[Any], accelerator: Any, **model_kwargs: Any) -> dict[str, Any]:
+    """What a training on rows of `finetune` takes with its arguments on the GPUs of an Accelerator, as values for JSON;
+    without data, in some seconds for a large model. `model_kwargs` has `loss` too."""
+    from hf_fsdp_tools.scripting.aside import estimated
 
-    setup = replace(setup_of(recipe, *arguments, **machine_of(accelerator)), loss=loss)
-    kwargs = {"auto_class": RECIPES[recipe].auto_class, **model_kwargs}
+    loss = model_kwargs.pop("loss", None)
+    setup = replace(setup_of(DEFAULT_RECIPE, *arguments, **machine_of(accelerator)), loss=loss)
     with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
-        memory = estimate_memory(model, setup, model_kwargs=kwargs)
-    speed = throughput_of(memory)
-    rate = speed.tokens_per_second_per_gpu if speed.is_estimated else None
-    return memory, {
-        "setup": asdict(setup),
-        "peak_gb": memory.peak_allocated / 1e9,
-        "tokens_per_second_per_gpu": rate,
-    }
+        return estimated(model, setup, model_kwargs)[1]
 
 
 def _optimizer(optim: Any, arguments: str | None) -> str:
@@ -210,17 +206,3 @@ def run_values(values: dict[str, Any], setup: TrainingSetup, *, recipe: str) -> 
     values = values | {"learning_rate": RECIPES[recipe].rates[setup.lora_r is not None]}
     values |= {} if recipe == "accelerate-loop" else {"lr_scheduler_type": "cosine", "warmup_steps": 10}
     return values | ({} if setup.lora_r is None else {"lora_alpha": 2 * setup.lora_r})
-
-
-def run_file(values: dict[str, Any], *, recipe: str, command: str, launch: str) -> str:
-    """Text of the file for `--config` of a recipe: `run_values`, the command that makes it and that which starts it."""
-    import yaml
-
-    values = {name: value for name, value in values.items() if name != "dataset_name"}
-    lines = [comment(f"Generated by: {command}"), comment(f"Start it with: {launch}")]
-    lines.append(
-        "# Searched: length, batch, accumulation and what saves memory. To be chosen: the learning rate and below."
-    )
-    if recipe == DEFAULT_RECIPE and "packing" not in values:
-        lines.append("# Rows that are shorter: packing: true fills each with several (docs/data.md).")
-    return "\n".join([*lines, yaml.safe_dump(values, sort_keys=False)])

@@ -28,9 +28,7 @@ from hf_fsdp_tools.modeling.patterns import matched_in
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
-from hf_fsdp_tools.sharding.injection import add_in_passes, errors_of_peft, refuse_for_shards
-from hf_fsdp_tools.sharding.patches import guard_injection
-from hf_fsdp_tools.sharding.sharding import sharding_of
+from hf_fsdp_tools.sharding.injection import add_in_passes, errors_of_peft, guarded, names_as_saved
 from hf_fsdp_tools.stores import pinned
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
@@ -201,9 +199,8 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     """
     peft_config = as_peft_config(peft_config)
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
-    refuse_for_shards(peft_config, model, sharding_of(model))
     with _undone_if_it_fails(model):
-        with _seeded(seed), _made_alike(peft_config), errors_of_peft(peft_config):
+        with _seeded(seed), _made_alike(peft_config), guarded(model, peft_config):
             adapted = _peft().get_peft_model(model, peft_config, adapter_name)
         say_what_has_none(adapted)
         shard_added(adapted)
@@ -274,10 +271,9 @@ def load_adapter(
     if getattr(config, "init_lora_weights", None) == "eva":
         config.init_lora_weights = True  # the files hold the values
     same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
-    refuse_for_shards(config, model, sharding_of(model))
-    with _undone_if_it_fails(model):
+    with _undone_if_it_fails(model), names_as_saved():
         file = Path(folder) / ADAPTER_CONFIG
-        with _made_alike(config), errors_of_peft(config), matched_in("peft", file), warnings.catch_warnings():
+        with _made_alike(config), guarded(model, config), matched_in("peft", file), warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             try:
                 adapted = peft.PeftModel.from_pretrained(
@@ -312,7 +308,6 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ConfigError("Adapters need PEFT, which is not installed: pip install 'peft>=0.19'.") from None
-    guard_injection()
     return peft
 
 

@@ -26,7 +26,7 @@ from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import install_model_methods, override_method
-from hf_fsdp_tools.sharding.injection import refuse_for_any
+from hf_fsdp_tools.sharding.injection import guarded, names_as_saved, refuse_for_any
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import apply_again, apply_sharding, features_of
 from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
@@ -122,8 +122,10 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         if module not in inside:  # PEFT's give what they lack of the base, and so its way to be copied
             module.__deepcopy__ = partial(_copy_around, module)  # type: ignore[assignment]  # mypy takes it for a submodule
     install_model_methods(model)  # PEFT's, like transformers'
-    if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
-        override_method(model, "add_adapter", _add_adapter)
+    for module in model.modules():
+        if module not in inside and hasattr(type(module), "peft_config") and "add_adapter" not in module.__dict__:
+            override_method(module, "add_adapter", _add_adapter)
+            override_method(module, "load_adapter", _load_adapter)
     return replaced
 
 
@@ -175,10 +177,19 @@ def _shard(model: nn.Module, base: nn.Module, sharding: Sharding) -> dict[torch.
     return replaced
 
 
-def _add_adapter(model: nn.Module, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _add_adapter(
+    model: nn.Module, plain: Callable[..., None], adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Answer `model.add_adapter(…)` of PEFT where another adapter is sharded: TRL copies that one into the new one."""
-    plain(*args, **kwargs)
+    with guarded(model, peft_config):
+        plain(adapter_name, peft_config, *args, **kwargs)
     shard_added(model)
+
+
+def _load_adapter(model: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Answer `model.load_adapter(…)` of PEFT, which adds one that it does not have."""
+    with names_as_saved():
+        return plain(*args, **kwargs)
 
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:

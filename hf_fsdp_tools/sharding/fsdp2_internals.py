@@ -1,17 +1,17 @@
 """Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
 They are those of torch 2.11 to 2.15, in `torch/distributed/fsdp/_fully_shard` and `_composable/contract.py`; a torch
-without one of them is refused when this file is imported. A "state"
-is torch's record of one unit, which all modules of `fully_shard([a, b])` share; a "group" the parameters that it
-gathers together; an "entry" torch's record of one of these (`FSDPParam`).
+without one of them is refused when this file is imported. A "state" is torch's record of one unit, which all modules of
+`fully_shard([a, b])` share; a "group" the parameters that it gathers together; an "entry" torch's record of one of
+these (`FSDPParam`).
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial, reduce, wraps
-from types import CodeType, ModuleType, SimpleNamespace
+from dataclasses import replace
+from functools import partial, reduce
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,33 +36,25 @@ from hf_fsdp_tools.text import listed
 
 _READ = """
     TrainingState _all_gather_process_group _all_gather_result _device _fsdp_param_group _get_fsdp_state
-    _init_extensions _init_mp_dtypes _lazy_init _module_info _module_to_pre_load_state_dict_hook_handle
-    _module_to_pre_save_state_dict_hook_handle _modules _modules_to_run_forward _orig_size _param_fqn _post_forward
-    _post_forward_hook_handle _post_forward_indices _post_load_hook_handle _pre_forward _pre_forward_hook_handle
-    _register_pre_backward_hook _setattr_on_modules _sharded_local_tensor _sharded_param_data _state_ctx _to_sharded
-    _training_state all_gather_inputs all_gather_outputs alloc_all_gather_outputs device finalize_backward
-    foreach_reduce free_unsharded_param fsdp_params fsdp_placement grad_offload_event init_all_gather_outputs
-    init_dtype_attrs is_dtensor is_unsharded mesh_info module mp_policy offload_policy orig_dtype
-    padded_sharded_param_size param_dtype param_name pin_memory post_backward post_forward_mesh_info reduce_grads
-    sharded_param sharded_state shared_modules shared_param_names size to_unsharded unshard
+    _get_grad_inner_tensor _init_extensions _init_mp_dtypes _lazy_init _module_info
+    _module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle _modules
+    _modules_to_run_forward _orig_size _param_fqn _post_forward _post_forward_hook_handle _post_forward_indices
+    _post_load_hook_handle _pre_forward _pre_forward_hook_handle _register_pre_backward_hook _setattr_on_modules
+    _sharded_local_tensor _sharded_param_data _state_ctx _to_sharded _training_state _unsharded_param
+    all_gather_inputs all_gather_outputs alloc_all_gather_outputs device finalize_backward free_unsharded_param
+    fsdp_params fsdp_placement grad_offload_event init_all_gather_outputs init_dtype_attrs init_unsharded_param
+    is_dtensor is_unsharded mesh_info module mp_policy offload_policy orig_dtype padded_sharded_param_size param_dtype
+    param_name pin_memory post_backward post_forward_mesh_info reduce_grads reset_sharded_param shard_process_group
+    sharded_param sharded_state shared_modules shared_param_names size to_unsharded unshard unsharded_accumulated_grad
 """
 FSDP2_NAMES = frozenset(_READ.split())
-"""What this file reads of torch's modules, states, groups and entries (a test compares it with the code below)."""
+"""What is read of torch's modules, states, groups and entries, here and by features' classes below `Entry` and `Group`
+(a test compares it with the code)."""
 
 
-def names_in(*owners: Any) -> set[str]:
+def names_in(*modules: Any) -> set[str]:
     """All names that compiled code of modules has, also where their source is not there."""
-    found, codes = set[str](), list[CodeType]()
-    for module in owners:
-        own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-        for each in (module, *own):
-            members = vars(each) if isinstance(each, type | ModuleType) else {}
-            found |= {*members, *members.get("__annotations__", ())}
-            for member in (each, *members.values()):
-                of_property = [getattr(member, name, None) for name in ("fget", "__wrapped__", "__func__")]
-                codes += [
-                    code for f in (member, *of_property) if isinstance(code := getattr(f, "__code__", None), CodeType)
-                ]
+    found, codes = set[str](), [module.__loader__.get_code(module.__name__) for module in modules]
     while codes:
         code = codes.pop()
         found |= {*code.co_names, *code.co_varnames}
@@ -97,7 +89,7 @@ def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[
     """
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
-            places = _places(entry)
+            places = places_of(entry)
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = places[0][0]._parameters.get(places[0][1])
             yield current if isinstance(current, DTensor) else entry.sharded_param, places
@@ -106,7 +98,7 @@ def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; gathered units are resharded first."""
     reshard_units(model)
-    return [entry.sharded_param for group in _groups(model) for entry in group.fsdp_params]
+    return [entry.sharded_param for entry in entries_of(model)]
 
 
 @contextmanager
@@ -127,27 +119,10 @@ def bytes_sharded() -> Iterator[None]:
         yield
 
 
-def reduce_in_one_dtype() -> None:
-    """Let torch reduce gradients of two dtypes in one unit: what is kept in fp32 next to bf16, and what was
-    accumulated, in fp32, next to what this pass alone made (pytorch#196996). Call it once in a process."""
-    torchs: Any = _fsdp_param_group
-    own = torchs.foreach_reduce
-
-    @wraps(own)
-    def foreach_reduce(entries: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        widest = reduce(torch.promote_types, {grad.dtype for grad in grads})
-        grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
-        return own(entries, grads, *args, **kwargs)
-
-    torchs.foreach_reduce = foreach_reduce
-
-
 def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
     """Let units gather these shards in their own dtype, and not in that of computation."""
     for entry, shard in _registered(model):
-        if shard in shards:
-            own = partial(type(entry).init_dtype_attrs, entry)
-            entry.init_dtype_attrs = lambda policy, own=own: own(replace(policy, param_dtype=None))
+        entry.is_as_stored = shard in shards
 
 
 def count_units(model: nn.Module) -> int:
@@ -157,7 +132,7 @@ def count_units(model: nn.Module) -> int:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether FSDP2 keeps shards of a model on the CPU between uses."""
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(model))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups_of(model))
 
 
 def reshard_units(model: nn.Module) -> None:
@@ -179,13 +154,11 @@ def reshard_units(model: nn.Module) -> None:
 def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
-    copies: dict[int, int] = {}
-    for cast in (each for module in model.modules() for each in Installed.of(module).casts):
-        copies |= cast.sizes()
+    casts = (cast for module in model.modules() for cast in Installed.of(module).casts)
+    copies = dict(item for cast in casts for item in cast.sizes().items())
     return sum(copies.values()) + sum(  # type: ignore[no-any-return]  # of torch's own records
-        entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
-        for group in _groups(model)
-        for entry in group.fsdp_params
+        entry._sharded_param_data.numel() * entry.mesh_info.shard_process_group.size() * gathered_dtype(entry).itemsize
+        for entry in entries_of(model)
     )
 
 
@@ -207,7 +180,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     At its end they are sharded. Every rank must enter.
     """
     make_root(model)
-    groups = [(group, group.post_forward_mesh_info) for group in _groups(model)]
+    groups = [(group, group.post_forward_mesh_info) for group in groups_of(model)]
     try:
         gather_units(model)
         for group, _ in groups:
@@ -219,76 +192,59 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
         reshard_units(model)
 
 
-# ---- something gathered in the place of shards ----
+# ---- entries and groups of ours ----
 
 
-@dataclass(frozen=True)
-class ShardMemory:
-    """The memory of one shard, as FSDP2 gathers from it."""
+class Entry(_fsdp_param.FSDPParam):
+    """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes; and its
+    modules register the shard whenever no pass runs. A feature has a class below it for what it gathers."""
 
-    entry: Any
+    was_trained = is_as_stored = False
+    gathered_as: torch.dtype | None = None
+    """The dtype of what is gathered in the place of the shard, as `fsdp_pre_all_gather` of the entry itself says."""
+    reduced_in: torch.dtype | None = None
+    """The dtype of all gradients of the unit, where they have several."""
 
-    def data(self) -> torch.Tensor:
-        """Its values in a row, with the padding, which is zeros; on the CPU where shards are offloaded."""
-        data: torch.Tensor = self.entry._sharded_param_data
-        return data
+    def become(self, kind: type["Entry"], **values: Any) -> None:
+        """Be of a feature's class, with attributes of its own."""
+        self.__class__ = kind
+        vars(self).update(values)
+        self._init_extensions()
 
-    def size(self) -> torch.Size:
-        """Its size with the padding."""
-        size: torch.Size = self.entry.padded_sharded_param_size
-        return size
+    @property
+    def memory(self) -> torch.Tensor:
+        """The values of the shard in a row, with the padding, which is zeros; on the CPU where shards are offloaded."""
+        return self._sharded_param_data
 
+    @property
+    def ranks(self) -> Any:
+        """The process group that holds the shards of one copy."""
+        info: Any = self.mesh_info
+        return info.shard_process_group
+
+    @property
     def gathered_size(self) -> torch.Size:
         """The size of what the unit gathers; where ranks share a layer, it is this rank's part."""
-        size: torch.Size = self.entry._orig_size
-        return size
+        return self._orig_size
 
     @property
-    def device(self) -> torch.device:
-        """The device on which the unit is gathered."""
-        device: torch.device = self.entry.device
-        return device
+    def is_free(self) -> bool:
+        """Whether the unit is to be gathered."""
+        return self.sharded_state == ShardedState.SHARDED
 
     @property
-    def group(self) -> Any:
-        """The ranks that hold the shards of one copy."""
-        return self.entry.mesh_info.shard_process_group
+    def to_reduce(self) -> torch.Tensor | None:
+        """The gradient of the whole parameter: what was accumulated, or what this pass alone made."""
+        made: torch.Tensor | None = self._unsharded_param.grad if hasattr(self, "_unsharded_param") else None
+        return made if self.unsharded_accumulated_grad is None else self.unsharded_accumulated_grad
+
+    def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        own = super()._get_grad_inner_tensor(grad)
+        return own if self.reduced_in is None else own.to(self.reduced_in)
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The shard as the optimizer holds it."""
-        parameter: nn.Parameter = self.entry.sharded_param
-        return parameter
-
-    @property
-    def gathered_dtype(self) -> torch.dtype:
-        """The dtype in which the unit gathers it."""
-        return _gathered_dtype(self.entry)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether it is kept in pinned memory."""
-        return bool(self.entry.pin_memory)
-
-    @property
-    def is_sent_alone(self) -> bool:
-        """Whether the unit is to be gathered, by a copy to the device of the only rank that holds it."""
-        is_free = self.entry.sharded_state == ShardedState.SHARDED
-        return is_free and self.group.size() == 1 and self.device.type != "cpu"
-
-    def gathered(self) -> torch.Tensor:
-        """The memory on the device of a unit of one rank, which FSDP2 frees with the unit, with its storage."""
-        self.entry.init_all_gather_outputs([self.data().numel()], [self.gathered_dtype], 1, self.device)
-        self.entry.alloc_all_gather_outputs()
-        memory: torch.Tensor = self.entry.all_gather_outputs[0]
-        return memory
-
-
-class _Entry(_fsdp_param.FSDPParam):
-    """torch's entry, also for a unit that never runs, for bytes, and for a shard that is frozen in some passes; and its
-    modules register the shard whenever no pass runs."""
-
-    was_trained = False
+    def _sharded_local_tensor(self) -> Any:
+        return super()._sharded_local_tensor if self.gathered_as is None else self
 
     def to_unsharded(self) -> None:
         """As torch's; what is gathered says so, for an optimizer that was given it."""
@@ -298,18 +254,18 @@ class _Entry(_fsdp_param.FSDPParam):
     def show_shard(self) -> None:
         """Let the modules of a gathered parameter register the shard, while their attributes give what is gathered."""
         self._setattr_on_modules(self.sharded_param)
-        for module, name in _places(self) if self.sharded_state == ShardedState.UNSHARDED else ():
+        for module, name in places_of(self) if self.sharded_state == ShardedState.UNSHARDED else ():
             vars(module)[name] = self._unsharded_param
 
     def _setattr_on_modules(self, param: nn.Parameter) -> None:
         super()._setattr_on_modules(param)
-        for module, name in _places(self):
+        for module, name in places_of(self):
             vars(module).pop(name, None)
 
     def init_dtype_attrs(self, mp_policy: Any) -> None:
-        """As torch's, which would cast bytes to the dtype of computation before 2.13."""
-        is_float = self.sharded_param.is_floating_point()
-        super().init_dtype_attrs(mp_policy if is_float else replace(mp_policy, param_dtype=None))
+        """As torch's, which would cast bytes to the dtype of computation before 2.13, and what is kept in fp32."""
+        is_kept = self.is_as_stored or not self.sharded_param.is_floating_point()
+        super().init_dtype_attrs(replace(mp_policy, param_dtype=None) if is_kept else mp_policy)
 
     def to_accumulated_grad_if_needed(self) -> None:
         """As torch's, which fails where nothing was ever gathered; with gradients that are reduced it does not."""
@@ -317,43 +273,29 @@ class _Entry(_fsdp_param.FSDPParam):
             super().to_accumulated_grad_if_needed()
 
 
-class _CustomAllGather(_Entry):
-    """torch's entry for a parameter in whose place something of one byte per value is gathered (see `float8`)."""
-
-    instead: Any
-
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        return self.instead
-
-    def init_unsharded_param(self) -> None:
-        """As torch's, which fails in inference mode with tensors that are made of others."""
-        with torch.inference_mode(False), torch.no_grad():
-            super().init_unsharded_param()  # type: ignore[no-untyped-call]  # torch's own
-
-    def reset_sharded_param(self) -> None:
-        """As torch's, which is called where a state was loaded, or other memory given."""
-        super().reset_sharded_param()  # type: ignore[no-untyped-call]  # torch's own
-        self.instead.forget()
-
-
-class _OffloadedEntry(_Entry):
-    """torch's entry for a shard in host memory, of which a copy travels to the device (see `streamed`)."""
-
-    copy: Any
-
-    @property
-    def all_gather_inputs(self) -> list[torch.Tensor]:
-        """What is gathered, on the device."""
-        if self.sharded_state != ShardedState.SHARDED:
-            return super().all_gather_inputs
-        return [self.copy.on_device()]
-
-
-class _Group(_fsdp_param_group.FSDPParamGroup):
-    """torch's group, whose modules register shards between passes."""
+class Group(_fsdp_param_group.FSDPParamGroup):
+    """torch's group, whose modules register shards between passes. A feature has a class below it for what happens when
+    a unit is gathered, and when its gradients arrive."""
 
     shows_shards = False
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather was begun."""
+        return self._all_gather_result is not None
+
+    @property
+    def stage(self) -> str:
+        """Which pass goes through the unit: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        return self._training_state.name
+
+    @property
+    def is_gone_back(self) -> bool:
+        """Whether no pass through the unit is left of which gradients will come."""
+        return not self._post_forward_indices
+
+    def leave(self) -> None:
+        """Do what is to be done before FSDP2 is taken off the unit."""
 
     def show_shards(self) -> None:
         """Let the modules of what stays gathered for a backward pass register shards."""
@@ -374,95 +316,36 @@ class _Group(_fsdp_param_group.FSDPParamGroup):
         self.shows_shards = False
         super().unshard(async_op)
 
-
-class _OffloadedGroup(_Group):
-    """torch's group of shards in host memory, of which a unit of ours knows when they travel and are added up."""
-
-    unit: Any
-
-    def unshard(self, async_op: bool = False) -> None:
-        """As torch's, which begins nothing on one rank."""
-        group: Any = self
-        self.unit.wait()
-        super().unshard(async_op)
-        if group._all_gather_result is not None:
-            self.unit.begin(is_forward=group._training_state == _fsdp_common.TrainingState.FORWARD)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def post_backward(self, *unused: Any) -> None:
-        """As torch's, which waits for each gradient that it adds to one of an earlier pass."""
-        group: Any = self
-        is_over = group._training_state == _fsdp_common.TrainingState.IDLE
-        sums = {entry: entry.sharded_param.grad for entry in group.fsdp_params if group.reduce_grads}
-        watched = {entry for entry in sums if entry.sharded_param._post_accumulate_grad_hooks}  # who reads at once
-        sums = {entry: total for entry, total in sums.items() if total is not None and entry not in watched}
-        for entry in sums:
-            entry.sharded_param.grad = None
+        """As torch's, which refuses gradients of two dtypes in one unit (pytorch#196996): what is kept in fp32 next to
+        bf16, and what was accumulated, in fp32, next to what this pass alone made."""
+        entries = [entry for entry in self.fsdp_params if isinstance(entry, Entry)]
+        dtypes = {gradient.dtype for entry in entries if (gradient := entry.to_reduce) is not None}
+        for entry in entries:
+            entry.reduced_in = reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
         super().post_backward(*unused)
-        parts = []
-        for entry, total in sums.items():
-            gradient, entry.sharded_param.grad = entry.sharded_param.grad, total
-            if gradient is not None:
-                parts.append((Held.of(total).memory, Held.of(gradient).memory, entry.grad_offload_event))
-                entry.grad_offload_event = None
-        if parts:
-            self.unit.add(parts)
-        # No other pass through the unit is to be gone back. torch 2.11 comes again at the end for each of its modules.
-        if not group._post_forward_indices and not is_over:
-            self.unit.end([entry.grad_offload_event for entry in group.fsdp_params if entry.grad_offload_event])
-
-    def finalize_backward(self) -> None:
-        """As torch's, after which gradients are read."""
-        super().finalize_backward()  # type: ignore[no-untyped-call]  # torch's own
-        self.unit.wait_for_sums()
-
-    def copies(self) -> dict[nn.Parameter, Any]:
-        """What travels in the place of each shard."""
-        group: Any = self
-        return {entry.sharded_param: entry.copy for entry in group.fsdp_params if isinstance(entry, _OffloadedEntry)}
-
-
-def stream_units(model: nn.Module, unit_of: Callable[..., Any], copy_of: Callable[[ShardMemory], Any]) -> None:
-    """Let the units of an offloaded model, just sharded, gather the copies that `copy_of` makes of shards. They call
-    what `unit_of` makes, of a function that gives a unit's copies by shard, when they gather, and when their gradients
-    arrive. Shards with a way of their own to be gathered are left to it."""
-    for group in _groups(model):
-        for entry in group.fsdp_params:
-            if type(entry) is _Entry and not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):
-                entry.__class__ = _OffloadedEntry
-                entry.copy = copy_of(ShardMemory(entry))  # type: ignore[attr-defined]  # of the class that it has now
-        group.__class__ = _OffloadedGroup
-        group.unit = unit_of(group.copies)
 
 
 def use_own_entries(model: nn.Module) -> None:
     """Let the units of a model, just sharded, keep their parameters in entries of ours."""
-    for group in _groups(model):
-        group.__class__ = _Group
-        for entry in group.fsdp_params:
-            entry.__class__ = _Entry
+    for group in groups_of(model):
+        group.__class__ = Group
+    for entry in entries_of(model):
+        entry.__class__ = Entry
 
 
-def override_all_gather(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
-    """Let units gather what `fsdp_pre_all_gather` of each way gives in the place of a shard, by module and name.
-
-    The parameters stay plain tensors; FSDP2 itself asks their class, which would be the class of saved tensors too.
-    """
-    for group in _groups(model):
-        for entry in group.fsdp_params:
-            way = ways.get((entry._module_info.module, entry._module_info.param_name))
-            if way is not None:
-                entry.__class__ = _CustomAllGather
-                entry.instead = way
-                entry._init_extensions()
-                way.bind(ShardMemory(entry))
+def is_custom(entry: Any) -> bool:
+    """Whether something else than the shard is gathered: its class has an extension of torch's, or its entry has."""
+    return hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def _gathered_dtype(entry: Any) -> torch.dtype:
+def gathered_dtype(entry: Any) -> torch.dtype:
+    """The dtype in which a unit gathers a shard."""
     if not hasattr(entry, "orig_dtype"):  # FSDP2 decides in the first pass
         entry.init_dtype_attrs(entry.mp_policy)
-    dtype: torch.dtype = entry.param_dtype or entry.orig_dtype
-    return torch.uint8 if isinstance(entry, _CustomAllGather) else dtype
+    dtype: torch.dtype = getattr(entry, "gathered_as", None) or entry.param_dtype or entry.orig_dtype
+    return dtype
 
 
 # ---- forward passes ----
@@ -512,11 +395,12 @@ def make_gathered_memory(module: FSDPModule) -> None:
     state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
     for group in _groups_of(state):
         for entry in group.fsdp_params:
-            is_own = isinstance(entry, _CustomAllGather)
-            if is_own or not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
+            if getattr(entry, "gathered_as", None) or not is_custom(
+                entry
+            ):  # of an extension of the user's, nobody knows
                 entry.init_all_gather_outputs(
                     [entry._sharded_param_data.numel()],
-                    [_gathered_dtype(entry)],
+                    [gathered_dtype(entry)],
                     group._all_gather_process_group.size(),
                     group.device,
                 )
@@ -538,9 +422,8 @@ def use_frozen_in_place(module: FSDPModule) -> None:
             entry.was_trained |= entry.sharded_param.requires_grad
             data = entry._sharded_param_data
             is_used = any(each is data for each in entry.all_gather_outputs)
-            is_extension = hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
             can_be = not entry.was_trained and data.dtype == (entry.param_dtype or entry.orig_dtype)
-            if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_extension:
+            if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_custom(entry):
                 continue
             entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
             entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
@@ -590,7 +473,7 @@ def gather_for_backward(module: FSDPModule, args: object, output: object) -> Non
 
 def show_shards(model: nn.Module) -> None:
     """Let the modules of a model register shards, its pass being over."""
-    for group in _groups(model):
+    for group in groups_of(model):
         group.show_shards()
 
 
@@ -649,11 +532,10 @@ def forget_memory(model: nn.Module) -> None:
 
 def _registered(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
     """Yield each entry with the parameter that its module registers now."""
-    for group in _groups(model):
-        for entry in group.fsdp_params:
-            parameter = entry._module_info.module._parameters.get(entry._module_info.param_name)
-            if parameter is not None:
-                yield entry, parameter
+    for entry in entries_of(model):
+        parameter = entry._module_info.module._parameters.get(entry._module_info.param_name)
+        if parameter is not None:
+            yield entry, parameter
 
 
 def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -679,9 +561,8 @@ def release(model: nn.Module) -> None:
     for state in _states(model):
         for handle in _handles(state):
             handle.remove()
-        for group in (group for group in _groups_of(state) if isinstance(group, _OffloadedGroup)):
-            group.unit.wait()
-            group.fsdp_params = []  # an optimizer's step asks all units that are still in memory for their shards
+        for group in (group for group in _groups_of(state) if isinstance(group, Group)):
+            group.leave()
         for module in state._modules:
             module.__class__ = own_class(module)
             del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
@@ -718,7 +599,7 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
     """Replace a parameter inside its unit, which keeps its settings, by a new one on meta of another shape."""
     entries = (
-        (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old
+        (group, i) for group in groups_of(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old
     )
     group, i = next(entries, (None, 0))
     if group is None:
@@ -741,8 +622,6 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
         mp_policy=entry.mp_policy,
         offload_policy=group.offload_policy,
     )
-    if isinstance(entry, _OffloadedEntry):
-        made.copy = type(entry.copy)(ShardMemory(made))
     made._param_fqn = entry._param_fqn
     made.sharded_param.__dict__.update(old.__dict__)
     if hasattr(entry, "keep_unsharded_storage"):  # since torch 2.14: a setting of the user's
@@ -755,7 +634,7 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
 # ---- torch's records ----
 
 
-def _places(entry: Any) -> list[tuple[nn.Module, str]]:
+def places_of(entry: Any) -> list[tuple[nn.Module, str]]:
     """The modules that register a parameter, each with its name there."""
     info = entry._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
@@ -776,7 +655,13 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def entries_of(model: nn.Module) -> list[Any]:
+    """The entries of all parameters that units of a model gather."""
+    return [entry for group in groups_of(model) for entry in group.fsdp_params]
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The groups of all units of a model."""
     return [group for state in _states(model) for group in _groups_of(state)]
 
 

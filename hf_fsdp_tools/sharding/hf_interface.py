@@ -46,7 +46,8 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
     if is_whole:
-        model.__dict__.update({name: _do_nothing for name in vars(FSDPModule) if not name.startswith("_")})
+        names = (name for name in vars(FSDPModule) if not name.startswith("_"))
+        model.__dict__.update(dict.fromkeys(names, lambda *args, **kwargs: None))
     for module in () if is_whole else model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers reads it
         if isinstance(module, FSDPModule):
@@ -58,10 +59,6 @@ def mark_for_transformers(model: nn.Module, *, is_whole: bool) -> None:
     if hasattr(model, "generate") and "generate" not in model.__dict__:
         override_method(model, "generate", _generate)
     install_model_methods(model)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Answer a method of FSDP2's on a model without units."""
 
 
 def _is_prepared(module: nn.Module) -> bool:
@@ -82,6 +79,7 @@ def install_model_methods(model: nn.Module) -> None:
     - `model.requires_grad_(True)` is refused where weights are quantised as stored.
     - `model.get_parameter(name)` gives what `named_parameters` does, also while an attribute gives what is gathered.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
+    - PEFT merges, unmerges and disables adapters of what modules register, and not of what is gathered.
     """
     answers: dict[str, Callable[..., Any]] = {
         "save_pretrained": _save_pretrained,
@@ -94,9 +92,28 @@ def install_model_methods(model: nn.Module) -> None:
         if hasattr(type(model), name) and name not in model.__dict__:
             override_method(model, name, answer)
     for module in model.modules():
+        for name, answer in _OF_TUNERS.items() if hasattr(type(module), "merge_adapter") else ():
+            if name not in module.__dict__:  # tensor parallelism has its own
+                override_method(module, name, answer)
         hooks: Any = module._load_state_dict_pre_hooks.values()
         if not any(hook.hook is _cut_whole_tensors for hook in hooks):
             module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _merge(tuner: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    reshard_units(tuner.model)
+    return plain(*args, **kwargs)
+
+
+def _disable(tuner: Any, plain: Any) -> None:
+    if any(getattr(module, "merged", False) for module in tuner.model.modules()):
+        tuner.unmerge_adapter()  # PEFT would do it in the next pass, to gathered weights
+    plain()
+
+
+_OF_TUNERS = {**dict.fromkeys(("merge_adapter", "unmerge_adapter", "merge_and_unload"), _merge)}
+_OF_TUNERS |= {"disable_adapter_layers": _disable}
+"""Methods of what PEFT puts around a model, which write to weights."""
 
 
 def override_method(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:

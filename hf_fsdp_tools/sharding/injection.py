@@ -1,12 +1,13 @@
-"""Let PEFT make adapters on shards: by this package's `add_adapter`, and by `get_peft_model` in scripts and trainers.
+"""Let PEFT make adapters on shards: for this package's `add_adapter` and `load_adapter` alone.
 
 PEFT asks nobody before it computes with the weights of the base. On shards some of its methods then stop half-way, and
 some end the process: they put a DTensor into the memory of a plain parameter (`parameter.data = …`), which has none.
+So `get_peft_model` on a sharded model is an error that says what to call.
 """
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from itertools import accumulate
@@ -26,6 +27,7 @@ from hf_fsdp_tools.modeling.packed import listed_as_parameters, require_floats, 
 from hf_fsdp_tools.modeling.packed_weight import Factors
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
+from hf_fsdp_tools.sharding.hf_interface import override_method
 from hf_fsdp_tools.sharding.sharding import Sharded
 from hf_fsdp_tools.text import first_lines
 
@@ -49,20 +51,15 @@ def add_in_passes(model: nn.Module) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     for wrapper in model.modules():
-        if type(wrapper) is ParamWrapper:
-            wrapper.__class__ = _adding(ParamWrapper)  # type: ignore[arg-type]  # a class has a hash
+        if isinstance(wrapper, ParamWrapper) and "_activate_lora" not in vars(wrapper):
+            override_method(wrapper, "_activate_lora", _activate)
 
 
-@cache
-def _adding(cls: Any) -> Any:
-    @contextmanager
-    def activate(wrapper: Any, active: list[str]) -> Iterator[None]:
-        added, plain = partial(_factors, wrapper, active), partial(cls._activate_lora, wrapper, active)
-        with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, plain):
-            yield
-
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
-    return type(cls.__name__, (cls,), {"_activate_lora": activate, **names})
+@contextmanager
+def _activate(wrapper: Any, plain: Any, active: list[str]) -> Iterator[None]:
+    added = partial(_factors, wrapper, active)
+    with with_added(wrapper.get_base_layer(), wrapper.parameter_name, added, partial(plain, active)):
+        yield
 
 
 def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
@@ -74,9 +71,37 @@ def _factors(wrapper: Any, active: list[str]) -> list[Factors]:
     return [wrapper.get_delta_factors(each) for each in names]
 
 
-def cut_values(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+@cache
+def refuse_other_injection() -> None:
+    """From now on, let PEFT say what to call where it is given a sharded model by others, in this process. Nothing is
+    replaced: torch asks before a module becomes part of another, as a model of PEFT's."""
+    nn.modules.module.register_module_module_registration_hook(_refuse_other)
+
+
+def _refuse_other(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    if name not in ("model", "base_model") or module is None or name in owner._modules:
+        return
+    if not any(cls.__module__.startswith("peft.") for cls in type(owner).__mro__):
+        return
+    sharded = [each for each in module.modules() if Sharded.of(each).sharding is not None]
+    if any(not Sharded.of(each).takes_adapter for each in sharded):
+        raise ConfigError(
+            f"PEFT (get_peft_model, PeftModel.from_pretrained) is given a {type(sharded[0]).__name__} that is sharded. "
+            "On every rank, give peft_config= to from_pretrained or to a trainer with FSDPTrainerMixin, or call "
+            "hf_fsdp_tools.add_adapter(model, config), hf_fsdp_tools.load_adapter(model, folder)."
+        )
+
+
+def _cut_values(root: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
-    cut_whole(values, ((prefix + name, parameter) for name, parameter in model.named_parameters()))
+    cut_whole(values, ((prefix + name, parameter) for name, parameter in root.named_parameters()))
+
+
+def _sum_partial(root: nn.Module) -> None:
+    """Make whole what DoRA made of shards: norms over the dimension that is split, which PEFT cannot load into."""
+    added = [each for each in root.parameters() if isinstance(each, DTensor)]
+    sums = [each for each in added if any(place.is_partial() for place in each.placements)]
+    swap(root, {each: with_data(each, each.full_tensor()) for each in sums})
 
 
 @contextmanager
@@ -84,13 +109,14 @@ def names_as_saved() -> Iterator[None]:
     """A block in which PEFT reads an adapter whose names are the model's by these names.
 
     PEFT (0.21) takes them for names of the base's checkpoint, renames them, and drops what then fits nothing: the
-    adapters of shared experts of Laguna, whose checkpoint has `mlp.shared_expert`.
+    adapters of shared experts of Laguna, whose checkpoint has `mlp.shared_expert`. Norms of DoRA are made whole before.
     """
     from peft.utils import transformers_weight_conversion as conversion
 
     convert = conversion.convert_peft_adapter_state_dict_for_transformers
 
     def converted(model: Any, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default") -> Any:
+        _sum_partial(model)
         names = {f"{n}.".replace(f".{adapter_name}.", ".").removesuffix(".") for n, _ in model.named_parameters()}
         if all(key in names for key in adapter_state_dict if ".lora_" in key):
             return adapter_state_dict
@@ -102,24 +128,24 @@ def names_as_saved() -> Iterator[None]:
 
 @contextmanager
 def guarded(model: nn.Module, config: Any) -> Iterator[None]:
-    """A block in which PEFT makes an adapter of a model, sharded or not."""
+    """A block in which PEFT makes an adapter of a model, sharded or not, and may load its values."""
     root = next((module for module in model.modules() if Sharded.of(module).sharding), None)
+    refuse_for_shards(config, root or model, Sharded.of(root or model).sharding)
     if root is None:
-        yield
+        with errors_of_peft(config):
+            yield
         return
-    refuse_for_shards(config, root, Sharded.of(root).sharding)
-    if config.is_prompt_learning:
-        # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
-        around: AbstractContextManager[None] = forward_begun(root)
-    else:
-        around = _one_axis(root)
-    # DoRA: whole adapters and shards together, and norms over the dimension that is split, which PEFT cannot load into.
-    with errors_of_peft(config), around, listed_as_parameters(root), implicit_replication():
-        yield
-        added = [each for each in root.parameters() if isinstance(each, DTensor)]
-        sums = [each for each in added if any(place.is_partial() for place in each.placements)]
-        swap(root, {each: with_data(each, each.full_tensor()) for each in sums})
-        add_in_passes(root)
+    # Prompts that begin as words run the embedding, which FSDP2 would take for the root.
+    around = forward_begun(root) if config.is_prompt_learning else _one_axis(root)
+    cut = root.register_load_state_dict_pre_hook(_cut_values)  # type: ignore[no-untyped-call]  # torch's
+    Sharded.put(root, takes_adapter=True)
+    try:  # DoRA: whole adapters and shards together
+        with errors_of_peft(config), around, cut, listed_as_parameters(root), implicit_replication():
+            yield
+            _sum_partial(root)
+            add_in_passes(root)
+    finally:
+        Sharded.put(root, takes_adapter=False)
 
 
 def refuse_for_any(config: Any) -> None:

@@ -1,4 +1,5 @@
-"""All that this package replaces in torch and PEFT for the life of a process, from the first model on that it shards.
+"""All that stands in the place of something of a library: in a process (`HABITS`, `BOXES`), or on a model, Accelerator
+or trainer, or for a block (`ELSEWHERE`).
 
 Habits of scripts that would do something else on shards, in silence, work as on one process, or say what does:
 
@@ -6,11 +7,15 @@ Habits of scripts that would do something else on shards, in silence, work as on
     deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
     writing     `weight.grad[:n].zero_()`: an error, for what an index gives of shards is a copy
     asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
+
+torch (2.13) takes a shard for one box from the first to the last index: of fused weights that tensor parallelism cuts
+in two ranges, ranks would overlap, and what is read into them would be wrong. With `BOXES`, DCP saves and loads each
+box of a DTensor of which this rank holds several.
 """
 
-import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -23,56 +28,39 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import Box, Held, HeldShard, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype, reshard_units
-from hf_fsdp_tools.sharding.injection import cut_values, guarded, names_as_saved
-
-aten = torch.ops.aten
-_DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
-_DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
-
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """The models whose shards are known to be in no graph."""
 
 
 def guard_habits(model: nn.Module) -> None:
-    """Let torch call the functions below, in this process, of which the last looks at sharded models alone. Nothing is
+    """Let torch call `HABITS` in this process, of which the last looks at sharded models alone. Nothing is
     communicated."""
     _SHARDED.add(model)
-    _guard_habits()
+    replace_in_process(HABITS)
 
 
 @cache
-def _guard_habits() -> None:
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers = dispatcher._custom_op_handlers
-    handlers[aten._local_scalar_dense.default] = _answer
-    handlers.update(dict.fromkeys(_DRAWING, _draw))
-    handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
-    reduce_in_one_dtype()
-    _look_before(dispatcher, "_propagate_op_sharding_dispatch_slow_path", _refuse_lost_write)  # once for equal shards
-    _look_before(torch.autograd, "_engine_run_backward", _refuse_shards)
-    init: Any = nn.init
-    draw = init._no_grad_trunc_normal_  # it decides, by a part of the answer
-
-    def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        is_sharded = isinstance(tensor, DTensor)
-        return _draw(draw, (tensor, *args), kwargs) if is_sharded else draw(tensor, *args, **kwargs)
-
-    init._no_grad_trunc_normal_ = drawn
+def replace_in_process(rows: "tuple[Replaced, ...]") -> None:
+    """Put functions in their places, from now on."""
+    for row in rows:
+        for name in row.names:
+            is_table = isinstance(row.owner, dict)
+            new = _around(row.new, row.owner.get(name) if is_table else getattr(row.owner, name))
+            row.owner.update({name: new}) if is_table else setattr(row.owner, name, new)
 
 
-def _look_before(owner: Any, name: str, look: Callable[..., None]) -> None:
-    own = getattr(owner, name)
+def _around(new: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    def replaced_by(*args: Any, **kwargs: Any) -> Any:
+        return new(own, *args, **kwargs)
 
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        look(*args)
-        return own(*args, **kwargs)
-
-    setattr(owner, name, seen)
+    return replaced_by
 
 
-def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
+# ---- habits ----
+
+
+def _answer(own: None, operator: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if any(not p.is_replicate() and tensor.device_mesh.size(i) > 1 for i, p in enumerate(tensor.placements)):
         raise ConfigError(
@@ -83,18 +71,25 @@ def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
     return tensor.to_local().item()
 
 
-def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
+def _draw(own: None, operator: Any, args: Any, kwargs: Any) -> Any:
     tensor, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].to_local().device)
     operator(whole, *args[1:], **kwargs)
     Held.of(tensor).memory.copy_(Held.of(tensor).part_of(whole))
     return _as_first_replica(tensor)
 
 
-def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
+def _draw_like(own: None, operator: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    own = HeldShard(tensor)
-    return _as_first_replica(own.around(own.part_of(operator(empty, *args[1:], **kwargs)).contiguous()))
+    shard = HeldShard(tensor)
+    return _as_first_replica(shard.around(shard.part_of(operator(empty, *args[1:], **kwargs)).contiguous()))
+
+
+def _draw_truncated(own: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of shards what `own` draws for the whole, of which it decides by a part of the answer."""
+    if isinstance(tensor, DTensor):
+        return _draw(None, own, (tensor, *args), kwargs)
+    return own(tensor, *args, **kwargs)
 
 
 def _as_first_replica(drawn: DTensor) -> DTensor:
@@ -106,7 +101,7 @@ def _as_first_replica(drawn: DTensor) -> DTensor:
     return drawn
 
 
-def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
+def _refuse_lost_write(own: Any, operator: Any, args: Any, *others: Any) -> Any:
     written: Any = args[0] if operator._schema.is_mutable and args else None
     base = written._base if isinstance(written, DTensor) else None
     if isinstance(base, DTensor) and len({Held.of(t).memory.untyped_storage()._cdata for t in (written, base)}) > 1:
@@ -116,9 +111,12 @@ def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
             "weight.data[-3:]) copies. On every rank, multiply by a mask of all rows, or change x.full_tensor() and "
             "put it back (docs/guide.md)."
         )
+    return own(operator, args, *others)
 
 
-def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any) -> None:
+def _refuse_shards(
+    own: Any, losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any, **kwargs: Any
+) -> Any:
     known = {id(each) for model in _SHARDED if inputs for each in model.parameters() if isinstance(each, DTensor)}
     if shards := sum(id(each) in known for each in inputs):
         raise ConfigError(
@@ -126,102 +124,110 @@ def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: An
             "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
             "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )
+    return own(losses, grads, retain, create, inputs, *others, **kwargs)
 
 
-def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
-    if "peft" not in sys.modules:
-        return
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
-
-    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
-    disable = BaseTuner.disable_adapter_layers
-    if hasattr(make, "__wrapped__"):
-        return
-
-    @wraps(make)
-    def make_tuner(tuner: Any, model: nn.Module, configs: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = configs[adapter_name] if isinstance(configs, dict) else configs
-        with guarded(model, config):
-            make(tuner, model, configs, adapter_name, *args, **kwargs)
-
-    @wraps(add)
-    def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        with guarded(outer, peft_config):
-            add(outer, adapter_name, peft_config, *args, **kwargs)
-
-    @wraps(load)
-    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        with outer.register_load_state_dict_pre_hook(cut_values), names_as_saved():
-            return load(outer, *args, **kwargs)
-
-    def merging(method: Any) -> Any:
-        @wraps(method)
-        def merge(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-            reshard_units(tuner.model)  # PEFT writes to attributes of modules, which may give what is gathered
-            try:
-                return method(tuner, *args, **kwargs)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise ConfigError(
-                    "PEFT cannot merge an adapter that get_peft_model has made on shards. Call prepare(model), or "
-                    "save_pretrained(model, folder, merge_adapters=True), which merges what it writes."
-                ) from error
-
-        return merge
-
-    @wraps(disable)
-    def disable_adapter_layers(tuner: Any) -> None:
-        if any(getattr(module, "merged", False) for module in tuner.model.modules()):
-            tuner.unmerge_adapter()  # PEFT would do it in the next pass, to gathered weights
-        disable(tuner)
-
-    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
-    BaseTuner.disable_adapter_layers = disable_adapter_layers
-    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
-        setattr(BaseTuner, name, merging(getattr(BaseTuner, name)))
+# ---- boxes ----
 
 
-@cache
-def let_dcp_see_boxes() -> None:
-    """From now on, let DCP save and load each box of a DTensor of which this rank holds several, in this process.
+def _write_items(own: Any, tensor: DTensor, fqn: str, value: Any) -> Any:
+    if len(boxes := Held.of(tensor).boxes) < 2:
+        return own(tensor, fqn, value)
+    properties = dcp.TensorProperties.create_from_tensor(tensor.to_local())
+    return [
+        WriteItem(
+            index=dcp.MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+        )
+        for chunk in (_chunk(box) for box, _ in boxes)
+    ]
 
-    torch (2.13) takes a shard for one box from the first to the last index: of fused weights that tensor parallelism
-    cuts in two ranges, ranks would overlap, and what is read into them would be wrong. DTensors with one box are left
-    to torch.
-    """
-    names = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
-    former = {name: getattr(DTensor, name) for name in names}
 
-    def write_items(tensor: DTensor, fqn: str, value: Any) -> Any:
-        if len(boxes := Held.of(tensor).boxes) < 2:
-            return former["__create_write_items__"](tensor, fqn, value)
-        properties = dcp.TensorProperties.create_from_tensor(tensor.to_local())
-        chunks = [_chunk(box) for box, _ in boxes]
-        return [
-            WriteItem(
-                index=dcp.MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-            )
-            for chunk in chunks
-        ]
+def _chunk_list(own: Any, tensor: DTensor) -> Any:
+    boxes = Held.of(tensor).boxes
+    return own(tensor) if len(boxes) < 2 else [_chunk(box) for box, _ in boxes]
 
-    def chunk_list(tensor: DTensor) -> Any:
-        boxes = Held.of(tensor).boxes
-        return former["__create_chunk_list__"](tensor) if len(boxes) < 2 else [_chunk(box) for box, _ in boxes]
 
-    def shard(tensor: DTensor, index: dcp.MetadataIndex) -> Any:
-        if len(boxes := Held.of(tensor).boxes) < 2:
-            return former["__get_tensor_shard__"](tensor, index)
-        box, start = next(each for each in boxes if each[0].start == tuple(index.offset or ()))
-        return memory_view(Held.of(tensor).memory, start, box.length)
-
-    for name, own in zip(names, (write_items, chunk_list, shard), strict=True):
-        setattr(DTensor, name, own)
+def _tensor_shard(own: Any, tensor: DTensor, index: dcp.MetadataIndex) -> Any:
+    if len(boxes := Held.of(tensor).boxes) < 2:
+        return own(tensor, index)
+    box, start = next(each for each in boxes if each[0].start == tuple(index.offset or ()))
+    return memory_view(Held.of(tensor).memory, start, box.length)
 
 
 def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
     return dcp.ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.length))
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True, eq=False)
+class Replaced:
+    """Functions of a library that are called by another one, from when it is asked for in a process."""
+
+    owner: Any
+    names: tuple[Any, ...]
+    new: Callable[..., Any]
+    """Called with what stood there, then as that."""
+    why: str
+    """With upstream's thread and versions, where it is a gap and no wish of ours."""
+
+
+_dispatcher: Any = DTensor._op_dispatcher
+_handlers: Any = _dispatcher._custom_op_handlers
+aten = torch.ops.aten
+
+HABITS = (
+    Replaced(_handlers, (aten._local_scalar_dense.default,), _answer, "deciding: torch gives each rank its part's"),
+    Replaced(
+        _handlers,
+        (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default),
+        _draw,
+        "drawing",
+    ),
+    Replaced(_handlers, (aten.randn_like.default, aten.rand_like.default), _draw_like, "drawing"),
+    Replaced(nn.init, ("_no_grad_trunc_normal_",), _draw_truncated, "drawing"),
+    # asked once for equal shards
+    Replaced(_dispatcher, ("_propagate_op_sharding_dispatch_slow_path",), _refuse_lost_write, "writing"),
+    Replaced(torch.autograd, ("_engine_run_backward",), _refuse_shards, "asking"),
+)
+BOXES = (
+    Replaced(DTensor, ("__create_write_items__",), _write_items, "pytorch#167859, torch 2.11 to 2.15"),
+    Replaced(DTensor, ("__create_chunk_list__",), _chunk_list, "the same"),
+    Replaced(DTensor, ("__get_tensor_shard__",), _tensor_shard, "the same"),
+)
+
+ELSEWHERE = {
+    "extensions.context_parallel": "_deepstack_process: a decoder adds images to parts of rows",
+    "extensions.float8": "__class__ of torchao's layer: its weight has no transpose in inference mode (torchao 0.16)",
+    "extensions.streamed": "__class__ of FSDP2's record of an offloaded unit",
+    "extensions.tensor_parallel": "all_reduce of tensors on meta; merge_adapter, merge_and_unload of divided layers",
+    "extensions.vllm": "sync_weights, _move_model_to_vllm, _sync_weight_merged, _sync_weight_lora, save_lora_adapter, "
+    "send_weights, wait_for_everyone, _streaming_iter, merge_adapter, unmerge_adapter: trl#6798, trl#7103 (TRL 1.16)",
+    "foresight.tracing.delta_rule": "kernels of recurrences, in a file of transformers while it is traced",
+    "foresight.tracing.dry_run": "find_packed_sequence_indices: fake tensors would get a mask",
+    "integrations.accelerator": "__class__ of Accelerator, scaler and config: accelerate#4177, trl#6843; scaler, "
+    "_models, _optimizers, _schedulers while a state is written",
+    "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank",
+    "integrations.pushing": "_name_or_path of a config, where it is a folder",
+    "integrations.streams": "skip_first_batches, of a loader that goes on by itself",
+    "integrations.trainer": "has_mixed_dtensor, by which transformers 5.23 parts groups; use_stateful_dataloader, "
+    "bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, for a call of the Trainer",
+    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16)",
+    "loading.dcp_reader": "FileSystemReader, which reads no stores",
+    "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",
+    "modeling.initialize": "padding_idx: initialisers of some models zero that row of loaded weights",
+    "modeling.packed": "__class__ of modules whose weights are bytes",
+    "modeling.patterns": "re, which a pattern in a file keeps busy for ever",
+    "sharding.added": "add_adapter, load_adapter of a PeftModel, forward of an adaption prompt",
+    "sharding.fsdp2_internals": "__class__ of FSDP2's records (pytorch#196996); nn, by which torch before 2.13 takes "
+    "bytes for trained (pytorch#177844); grad, while a module is copied",
+    "sharding.hf_interface": "generate, save_pretrained, push_to_hub, resize_token_embeddings, requires_grad_, "
+    "get_parameter of a model; merge_adapter, unmerge_adapter, merge_and_unload, disable_adapter_layers of PEFT's "
+    "tuner; use_cache, _is_fsdp_managed_module, for a block",
+    "sharding.injection": "_activate_lora of PEFT's ParamWrapper (peft#3578, PEFT 0.19 to 0.21); "
+    "convert_peft_adapter_state_dict_for_transformers (PEFT 0.21)",
+}
+"""By the module that does it: names, and why; with upstream's thread and versions where it is a gap."""

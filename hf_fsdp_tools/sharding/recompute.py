@@ -3,7 +3,7 @@ keep all the same, and where.
 
 A checkpointed block keeps its input, the hidden states. Offloaded, these lie in host memory from the end of the block's
 forward pass until its backward pass: they are copied on a stream of their own while the block computes, and brought
-back while the block behind it goes backward.
+back while the block behind it goes backward. torch's `save_on_cpu` copies them on the stream that computes.
 """
 
 import weakref
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +128,10 @@ def check_checkpointing(model: nn.Module, recompute: Recompute | None = None) ->
 
 
 def checkpoint_activations(
-    model: nn.Module, recompute: Recompute | None = None, *, link_of: "Callable[[torch.Tensor], Link] | None" = None
+    model: nn.Module,
+    recompute: Recompute | None = None,
+    *,
+    link_of: "Callable[[torch.Tensor], Link]" = lambda tensor: Link(side_stream_for([tensor])),
 ) -> None:
     """Let the blocks of a transformers model recompute their activations in the backward pass.
 
@@ -150,7 +153,7 @@ def checkpoint_activations(
             own._gradient_checkpointing_func = run
             if recompute.offload:
                 own._gradient_checkpointing_func = partial(
-                    _run_offloaded, run=run, chain=chain, is_first=index == 0, link_of=link_of or _link_of
+                    _run_offloaded, run=run, chain=chain, is_first=index == 0, link_of=link_of
                 )
 
 
@@ -168,8 +171,8 @@ def _stacks(model: nn.Module) -> Iterator[list[GradientCheckpointingLayer]]:
 class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """A block's forward pass, which keeps the results of some operators; and the same pass again, which takes them.
 
-    torch's own (2.13) count every operator, those too by which FSDP2 gathers units inside the block, which are others
-    when it runs again; and they refuse results that the model writes to.
+    torch's own (`create_selective_checkpoint_contexts`, to 2.15) count every operator, those too by which FSDP2 gathers
+    units inside the block, which are others when it runs again; and they refuse results that the model writes to.
     """
 
     supports_higher_order_operators = True
@@ -213,44 +216,20 @@ def _memories(values: Any) -> set[int]:
 # ---- inputs of blocks on the host ----
 
 
-class Link(Protocol):
-    """What copies between a device and the host, next to the computation."""
+class Link:
+    """What copies between a device and pinned memory, on a stream next to the computation; or within host memory."""
 
-    def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
-        """Begin to copy a tensor of one dimension into host memory: that memory, and a mark behind the copy."""
-
-    def fetch(self, host: Any, to: torch.Tensor) -> Any:
-        """Begin to copy host memory of `keep` back; a mark behind the copy."""
-
-    def wait(self, mark: Any) -> None:
-        """Let what is computed from now on wait for a mark."""
-
-
-class _PlainLink:
-    """Copies within host memory."""
-
-    def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
-        return source.clone(), None
-
-    def fetch(self, host: Any, to: torch.Tensor) -> Any:
-        to.copy_(host)
-
-    def wait(self, mark: Any) -> None:
-        pass
-
-
-class StreamLink:
-    """Copies of a side stream, from and to pinned memory."""
-
-    def __init__(self, side: SideStream) -> None:
+    def __init__(self, side: SideStream | None) -> None:
         self._side = side
 
-    def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
-        """As `Link` says.
+    def keep(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to copy a tensor of one dimension into host memory: that memory, and a mark behind the copy.
 
         Raises:
             ConfigError: the system does not give so much pinned memory.
         """
+        if self._side is None:
+            return source.clone(), None
         try:
             host = self._side.pinned(source.nbytes).view(source.dtype)
         except RuntimeError as error:  # of torch's allocators, which have no class of their own for it on every device
@@ -260,21 +239,17 @@ class StreamLink:
             ) from error
         return host, self._side.copy_after_current(host, source)
 
-    def fetch(self, host: Any, to: torch.Tensor) -> Any:
-        """As `Link` says."""
-        return self._side.copy_after_current(to, host)
+    def fetch(self, host: torch.Tensor, to: torch.Tensor) -> Any:
+        """Begin to copy host memory of `keep` back; a mark behind the copy."""
+        return to.copy_(host) if self._side is None else self._side.copy_after_current(to, host)
 
     def wait(self, mark: Any) -> None:
-        """As `Link` says."""
-        self._side.lead(mark)
+        """Let what is computed from now on wait for a mark."""
+        if self._side is not None:
+            self._side.lead(mark)
 
 
 _CURE = "Take a smaller batch or a larger cp_size, free memory, or turn offload of activation checkpointing off."
-
-
-def _link_of(tensor: torch.Tensor) -> Link:
-    side = side_stream_for([tensor])
-    return _PlainLink() if side is None else StreamLink(side)
 
 
 @dataclass(eq=False)

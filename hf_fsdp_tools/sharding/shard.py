@@ -38,7 +38,8 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
 from hf_fsdp_tools.sharding.hooks import Buffers, Units
-from hf_fsdp_tools.sharding.patches import guard_habits, guard_injection
+from hf_fsdp_tools.sharding.injection import refuse_other_injection
+from hf_fsdp_tools.sharding.patches import guard_habits
 from hf_fsdp_tools.sharding.phases import Installed, install, remove_hooks
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
@@ -47,6 +48,7 @@ from hf_fsdp_tools.sharding.placement import (
     placeholder,
     warn_of_padding,
 )
+from hf_fsdp_tools.sharding.precision import Precision
 from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
 from hf_fsdp_tools.sharding.replica_checks import differing_weights
 from hf_fsdp_tools.sharding.replicated import average_gradients
@@ -60,11 +62,10 @@ from hf_fsdp_tools.sharding.sharding import (
     sharding_of,
 )
 from hf_fsdp_tools.sharding.skipped import SkippedUnits
-from hf_fsdp_tools.sharding.whole import Whole
 from hf_fsdp_tools.text import dtype_name, listed
 
 ALWAYS: list[Feature] = [
-    ParameterChecks(), Checkpointing(), CompiledBlocks(), Units(), Whole(), SkippedUnits(), Buffers(),
+    ParameterChecks(), Checkpointing(), CompiledBlocks(), Precision(), Units(), SkippedUnits(), Buffers(),
 ]  # fmt: skip
 """What is done to every model in addition to gathering and reducing its units."""
 
@@ -304,7 +305,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     Sharded.put(model, sharding=sharding)
     remove_hooks(model)
     install(model, (made for feature in features_of(model, sharding) for made in feature.hooks(model, tree, sharding)))
-    guard_injection()
+    refuse_other_injection()
 
 
 def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
@@ -313,7 +314,7 @@ def _apply_fsdp2(model: nn.Module, sharding: Sharding) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
-    # FSDP2 would cast what enters the root; `hooks_of_casts` cast what enters the modules that compute with weights.
+    # FSDP2 would cast what enters the root; `precision` casts what enters the modules that compute with weights.
     mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]

@@ -86,7 +86,7 @@ class Sharding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds the whole model on its device: then it is a plain model (`sharding.whole`).
+        """Whether this rank holds the whole model on its device: then it is a plain model (`sharding.precision`).
 
         FP8 is the exception: its scales are those of gathered weights.
         """
@@ -131,6 +131,8 @@ class Sharded(Note):
     """Which configs (its own, that of its text) had `use_cache` before it was turned off for training."""
     gathered: bool | None = None
     """Whether units stay gathered while it generates; None where memory decides."""
+    takes_adapter: bool = False
+    """Whether this package lets PEFT make an adapter of it now."""
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

@@ -60,7 +60,7 @@ def with_zero_grads_for_any_loss(output: Any, weights: Sequence[torch.Tensor]) -
     tensors = list({id(tensor): tensor for tensor in in_graph(output)}.values())
     if not tensors or not weights or not torch.is_grad_enabled():
         return output
-    for old, new in zip(tensors, _reach_from_each(len(tensors), *tensors, *weights), strict=True):
+    for old, new in zip(tensors, _reach(len(tensors), *tensors, *weights), strict=True):
         output = with_tensor(output, old, new)
     return output
 
@@ -75,43 +75,26 @@ def in_graph(value: Any) -> Iterator[torch.Tensor]:
             yield from in_graph(each)
 
 
-class _ReachAll(torch.autograd.Function):
-    """The identity of its first input, in a tensor that is no view; all others get a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.likes = _likes(weights)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (*grads, *_zeros(ctx.likes))
-
-
-with_zero_grads: Callable[..., torch.Tensor] = _ReachAll.apply
-
-
-class _ReachFromEach(torch.autograd.Function):
-    """The identity of its first inputs, the same for several; those of which no loss is made get no gradient."""
+class _Reach(torch.autograd.Function):
+    """The identity of its first `count` inputs, in tensors that are no views: one of which no loss is made gets no
+    gradient. All others get a gradient of zeros: one zero each, seen in the shape of the weight, so that only an expert
+    without a gradient takes memory."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.likes = _likes(tensors[count:])
+        ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in tensors[count:]]
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, *grads, *_zeros(ctx.likes))
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.likes)
+        return (None, *grads, *zeros)
 
 
-_reach_from_each: Callable[..., tuple[torch.Tensor, ...]] = _ReachFromEach.apply
+_reach: Callable[..., tuple[torch.Tensor, ...]] = _Reach.apply
 
 
-def _likes(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    return [(weight.shape, weight.dtype, weight.device) for weight in weights]
-
-
-def _zeros(likes: list[tuple[torch.Size, torch.dtype, torch.device]]) -> Iterator[torch.Tensor]:
-    """One zero each, seen in the shape of the weight: only an expert without a gradient takes memory."""
-    return (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in likes)
+def with_zero_grads(tensor: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """The same tensor, no view, of which weights are part, with gradients of zeros."""
+    return _reach(1, tensor, *weights)[0]

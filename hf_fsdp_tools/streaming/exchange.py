@@ -41,7 +41,7 @@ class Exchange:
                 if source == rank:
                     part = next(p for p in held[arrival.name] if p.box.intersect(box) == box).within(box)
                 if is_there:
-                    inside = [a - b for a, b in zip(box.start, arrival.box.start, strict=True)]
+                    inside = box.start_in(arrival.box)
                     values = memory_view(self._arrived[arrival.key], inside, box.length)
                     if source == rank:
                         values.copy_(part.data)

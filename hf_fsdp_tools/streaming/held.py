@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import Box, Held
+from hf_fsdp_tools.distributed.shards import Box, Held, memory_view
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, views_of_piece
 
 _MIN_PART_BYTES = 2**20
@@ -41,10 +41,7 @@ class Part:
     def within(self, box: Box) -> "Part":
         """The part of it that lies in a box of the tensor, which it must meet."""
         common = self.box.intersect(box)
-        index = tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(common.start, self.box.start, common.length, strict=True)
-        )
-        return replace(self, box=common, data=self.data[index])
+        return replace(self, box=common, data=memory_view(self.data, common.start_in(self.box), common.length))
 
 
 def parts_of(

@@ -205,10 +205,17 @@ def what_cannot_be_names_the_cure(folder, adapter):
     dist.barrier()
     with pytest.raises(ConfigError, match="trained on a base with 140 tokens: give that, or num_tokens=140"):
         from_pretrained(adapter / "larger")
-    late = get_peft_model(from_pretrained(folder), lora(init_lora_weights=False))
-    for merge in (late.merge_adapter, late.merge_and_unload):
-        with pytest.raises(ConfigError, match=r"made on shards.*merge_adapters=True"):
-            merge()
+    sharded = from_pretrained(folder)
+    for asked in (
+        partial(get_peft_model, sharded, lora()),
+        partial(PeftModel.from_pretrained, sharded, adapter / "larger"),
+    ):
+        if dist.get_rank() == 0:  # before anything is communicated
+            with pytest.raises(
+                ConfigError, match=r"given a LlamaForCausalLM that is sharded.*add_adapter.*load_adapter"
+            ):
+                asked()
+    add_adapter(sharded, lora())  # as it was
     plain_model = plain_base(folder)
     try:
         plain_model.add_adapter(lora())
@@ -330,7 +337,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "Shadow": ("llama", lambda: other("ShadowConfig")),
     "LoRA that ties views": ("tied", lambda: lora(target_modules=["embed_tokens"], **TIED)),
 }
-ROADS = ("plain model and prepare", "peft_config of from_pretrained", "get_peft_model on shards")
+ROADS = ("plain model and prepare", "peft_config of from_pretrained", "add_adapter on shards")
 
 
 def _trained(model: Any, ids: torch.Tensor, accelerator: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
@@ -345,8 +352,9 @@ def _adapted(road: str, folder: Path, config: Any, accelerator: Any) -> Any:
     torch.manual_seed(0)
     if road.startswith("peft_config"):
         return from_pretrained(folder, accelerator=accelerator, peft_config=config)
-    plain = AutoModelForCausalLM.from_pretrained(folder) if road.startswith("plain") else None
-    return get_peft_model(plain or from_pretrained(folder, accelerator=accelerator), config)
+    if road.startswith("plain"):
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    return add_adapter(from_pretrained(folder, accelerator=accelerator), config)
 
 
 def _works(folder: Path, config: Callable[[], Any], road: str) -> None:

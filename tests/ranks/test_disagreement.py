@@ -29,10 +29,15 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
+from hf_fsdp_tools.loading import load as loading
+from hf_fsdp_tools.loading import opening
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import make_checkpoint, make_model, make_quantized, refusal, sharded_meta_model, small_llama
 from tests._dist import named, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.api import CheckpointIndex, Rounds
+
+LISTINGS = ("scandir", "listdir")
 
 
 def mine(first: Any, second: Any) -> Any:
@@ -63,23 +68,36 @@ def other_header_or_equal_copies(root: Path) -> None:
     for load in (from_pretrained, lambda folder: load_weights(sharded_meta_model("llama", root / "good"), folder)):
         message = refusal(lambda load=load: load(mine(root / "good", root / "other header")))
         assert "is not the same on all nodes: its header of the weight files is " in message
+    index = CheckpointIndex.open(mine(root / "good", root / "other header"))
+    message = refusal(lambda: load_weights(sharded_meta_model("llama", root / "good"), index))
+    assert "different arguments: checkpoint.header of the weight files is " in message
     from_pretrained(mine(root / "good", root / "equal"))
 
 
-def loading_needs_no_collective_and_saving_a_mask(root: Path) -> None:
-    """A save compares, in one all-reduce of a byte for each tensor, which tensors some rank cannot write in place."""
+def loading_looks_once_and_needs_no_collective_and_saving_a_mask(root: Path) -> None:
+    """A load lists the folder once, and compares its contents once, in five rounds.
+
+    A save compares, in one all-reduce of a byte for each tensor, which tensors some rank cannot write in place.
+    """
     mesh, reduced = ParallelDims().build_mesh("cpu"), []
     with ExitStack() as stack:
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "all_reduce", "broadcast", "send"):
             stack.enter_context(patch.object(dist, name, side_effect=AssertionError(f"{name} was called")))
-        model = from_pretrained(root / "good", mesh=mesh)
+        listings = [stack.enter_context(patch.object(os, name, wraps=getattr(os, name))) for name in LISTINGS]
+        rounds = stack.enter_context(patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange))
+        comparing = patch.object(opening, "refuse_other_contents", wraps=opening.refuse_other_contents)
+        with comparing as compared, patch.object(loading, "refuse_other_contents", compared):
+            model = from_pretrained(root / "good", mesh=mesh)
+        listed = [str(call.args[0]) for listing in listings for call in listing.call_args_list]
+        assert [path for path in listed if path.startswith(str(root))] == [str(root / "good")]
+        assert compared.call_count == 1 and rounds.call_count == 5
         stack.enter_context(patch.object(dist, "all_reduce", lambda values, *_: reduced.append(values)))
         save_pretrained(model, root / "saved")
     assert [(mask.dtype, mask.device.type) for mask in reduced] == [(torch.uint8, "cpu")]
     assert len(reduced[0]) == len(list(model.state_dict()))
 
 
-FILES = (loading_needs_no_collective_and_saving_a_mask, other_config, other_header_or_equal_copies)
+FILES = (loading_looks_once_and_needs_no_collective_and_saving_a_mask, other_config, other_header_or_equal_copies)
 
 
 def test_copies_that_differ_are_refused(copies: Path) -> None:

@@ -110,7 +110,7 @@ def hidden_states_are_those_of_whole_rows(folders: dict[str, Path]) -> None:
 
 def inputs_of_blocks_of_parts_of_rows_are_offloaded(folders: dict[str, Path]) -> None:
     recomputed = {"activation_checkpointing": {"offload": True}}
-    with calls_of(recompute._PlainLink, "keep", lambda result, *_: result[0].numel()) as kept:
+    with calls_of(recompute.Link, "keep", lambda result, *_: result[0].numel()) as kept:
         model, plain = both(folders["llama"], **CP, **recomputed)
         for each in (model, plain):
             whole_pass(each).backward()

@@ -1,4 +1,4 @@
-"""`hf-fsdp prove`: right layouts are proved, and each kind of fault is found, named by check and module.
+"""`hf-fsdp verify`: right layouts are proved, and each kind of fault is found, named by check and module.
 
 Faults are put into the ranks' own code: a wrong divisor, a dropped mask, rows exchanged between ranks, labels that are
 not shifted, angles of other positions, collectives that are left out; swapped experts, tokens at the wrong rank, a
@@ -328,7 +328,7 @@ LORA_OF_TWO = ["2", "--num-processes", "2", "--activation-checkpointing"]
 
 
 def _run(capfd, *words):
-    status = main(["prove", *map(str, words)])
+    status = main(["verify", *map(str, words)])
     return status, capfd.readouterr()
 
 
@@ -408,7 +408,7 @@ def test_a_layout_that_cannot_be_is_refused_in_one_line(tmp_path, capfd, config,
 def test_a_launch_file_gives_the_layout(tmp_path, capfd):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     machines = ["--num-processes", "64", "--gpu", "h100-80gb"]
-    assert main(["config", *machines, "--cp-size", "8", "--output", f"{tmp_path}/f.yaml"]) == 0
+    assert main(["init", *machines, "--cp-size", "8", "--output", f"{tmp_path}/f.yaml"]) == 0
     status, said = _run(capfd, tmp_path, "--config-file", tmp_path / "f.yaml")
     assert status == 0 and "dp_shard_size 2 x cp_size 2: 4 CPU ranks" in said.out and said.out.endswith("\nproved\n")
 

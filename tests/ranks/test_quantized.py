@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, G
 from hf_fsdp_tools import (
     CheckpointError,
     ConfigError,
+    add_adapter,
     describe_sharding,
     from_pretrained,
     resize_token_embeddings,
@@ -35,7 +36,7 @@ from tests._checkpoints import (
 )
 from tests._dist import named, run_cases, run_ranks
 from tests._training import train as run_steps
-from tests.api import beside_4bit, shard_added, weights_4bit
+from tests.api import beside_4bit, weights_4bit
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 
@@ -147,8 +148,7 @@ def grown(compile: Any, folder: Path, output: Path) -> list[float]:
     resize_token_embeddings(model, 150)
     assert model.lm_head.weight.shape == (150, 64)
     torch.manual_seed(0)
-    adapted = get_peft_model(model, lora())
-    shard_added(adapted)
+    adapted = add_adapter(model, lora())
     assert "float32 and nf4 in uint8" in describe_sharding(adapted)
     return train(adapted, dist.get_rank(), dist.get_world_size())
 
@@ -175,8 +175,7 @@ def another_dtype(folder: Path, output: Path) -> None:
     with pytest.raises(ConfigError, match=r"DoRA takes norms over whole rows"):
         from_pretrained(folder, quantization_config=four_bits(), peft_config=lora(use_dora=True))
     before = everything(model)
-    adapted = get_peft_model(prepare_model_for_kbit_training(model), lora())  # casts what is not packed
-    shard_added(adapted)
+    adapted = add_adapter(prepare_model_for_kbit_training(model), lora())  # casts what is not packed
     after = {key.replace("base_layer.", ""): tensor for key, tensor in everything(model).items()}
     assert_same_tensors({key: tensor for key, tensor in after.items() if key in before}, before)
     with pytest.raises(ConfigError, match=r"this base is quantised as stored.*hf-fsdp export"):

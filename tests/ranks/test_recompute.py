@@ -125,7 +125,7 @@ COUNTS = {  # inputs that are kept on the host, and one in how many blocks is co
 def blocks_run_again_and_bytes_on_the_host_are_counted(folder: Path, out: Path) -> None:
     found = {}
     for name, way in {"plain": False, **WAYS}.items():
-        kept = calls_of(recompute._PlainLink, "keep", lambda result, *_: result[0].nbytes)
+        kept = calls_of(recompute.Link, "keep", lambda result, *_: result[0].nbytes)
         model = load(folder, way)
         runs = runs_of_blocks(model)
         with kept as sizes, Operators(lambda func, *_: func.overloadpacket in PRODUCTS) as products:

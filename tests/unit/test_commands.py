@@ -20,7 +20,7 @@ from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import _parser
 from tests._dist import imitate_gpus
 from tests._documents import ROOT, TEXTS, blocks
-from tests.api import _Parser, commands_of, main, named_config, recipes, split_words
+from tests.api import Preset, _Parser, commands_of, main, named_config, recipes, split_words
 from tests.unit.test_setups import parsed
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -83,15 +83,17 @@ def check(words: list[str], taken: Any) -> None:
 def taken(monkeypatch, tmp_path, capsys):
     """What a recipe makes of the words of `hf-fsdp RECIPE` or of `accelerate launch`, on a machine of 8 GPUs."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.yaml", "long.yaml", "two.yaml", "FILE"):
+    for name in ("long.yaml", "two.yaml", "FILE"):
         shutil.copy(named_config("8x80gb"), name)
     Path("run.yaml").write_text("max_steps: 10\n")
-    Path("mine.run.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\n")
     started: list[list[str]] = []
     monkeypatch.setattr(launch, "_run", lambda words: started.append(words) or 0)
 
     def of(recipe: str, words: list[str]) -> tuple[Any, ...]:
         imitate_gpus(monkeypatch, 8)
+        options = {"model_name_or_path": "Qwen/Qwen3-8B"}
+        preset = Preset(recipe=recipe.replace("_", "-"), gpu="h100-80gb", launch={"num_processes": 8}, options=options)
+        Path("mine.yaml").write_text(preset.text(()))
         assert main([recipe.replace("_", "-"), *words]) == 0, capsys.readouterr().err
         if {"--help", "--help-all"} & set(words):
             return ()

@@ -197,7 +197,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def translate(tmp_path: Path, text: str | dict[str, Any], *words: str) -> tuple[dict[str, Any], dict[str, str]]:
     path = tmp_path / "old.yaml"
     path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
-    assert main(["config", "--from", str(path), "--output", str(tmp_path / "new.yaml"), "--force", *words]) == 0
+    assert main(["convert", str(path), "--output", str(tmp_path / "new.yaml"), "--force", *words]) == 0
     new = yaml.safe_load((tmp_path / "new.yaml").read_text())
     problems = [each for each in LaunchConfig.check_file(tmp_path / "new.yaml") if each.severity == "error"]
     assert not problems
@@ -342,7 +342,7 @@ FOUND = [
         "error contradiction",
         "Turn activation_checkpoint",
     ),
-    (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
+    (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp init`"),
     (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
     (text_of(fsdp={"fsdp_backward_prefetch": "BACKWARD_POST"}), "warning only-fsdp1", "Remove the line."),
     (text_of(num_processes=16), "warning few-devices", "lower num_processes"),

@@ -214,7 +214,7 @@ def test_a_parallel_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert in_pods.total == in_copies.total and "pod_size 2" in in_pods.setup.words
         best = recommend_config(tmp_path / "in", num_processes=8, max_length=32, pod_size=2)
         assert best.setup.dims.num_copies % 2 == 0
-        for command in ("config", "estimate", "prove"):
+        for command in ("init", "search", "estimate", "verify"):
             with pytest.raises(SystemExit, match="0"):
                 run(capsys, command, "--help")
             assert "--pod-size" in capsys.readouterr().out

@@ -13,6 +13,7 @@ pytest.importorskip("trl")
 from transformers import LlamaConfig
 
 import hf_fsdp_tools
+from hf_fsdp_tools import LaunchConfig
 from hf_fsdp_tools.cli import estimate
 from hf_fsdp_tools.cli import main as command
 from tests._dist import imitate_gpus
@@ -49,18 +50,20 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(vocab_size=64, max_position_embeddings=4096, **sizes).save_pretrained(folder)
+    (folder / "cpu.yaml").write_text(LaunchConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     return folder
 
 
 BASES = {
-    "config": "config --num-processes 2",
-    "config NAME": "config {llama} --gpu h100-80gb --num-processes 8",
+    "init": "init --num-processes 2",
+    "search": "search {llama} --gpu h100-80gb --num-processes 8",
+    "convert": "convert {llama}/cpu.yaml",
     "estimate": "estimate {llama} --num-processes 8",
     "doctor": "doctor",
     "doctor NAME": "doctor {llama}",
     "plan": "plan {llama}",
     "export": "export {llama} {llama}",
-    "prove": "prove {llama}",
+    "verify": "verify {llama}",
 }
 
 
@@ -69,19 +72,19 @@ parser = cache(command._parser)  # it reads every recipe
 
 @pytest.mark.parametrize("base", BASES)
 def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypatch, patch_inner):
-    imitate_gpus(monkeypatch, 4 if base == "config" else 0)
+    imitate_gpus(monkeypatch, 4 if base == "init" else 0)
     monkeypatch.setattr(command, "_parser", parser)
     seen, kept = [], {}
 
     def noted(of, make):
         def once(*words, **options):
             seen.append(repr((words[1:], {name: value for name, value in options.items() if name != "say"})))
-            kept[of] = (of in ("config", "estimate") and kept.get(of)) or make(*words, **options)
+            kept[of] = (of in ("search", "estimate") and kept.get(of)) or make(*words, **options)
             return kept[of]
 
         return once
 
-    patch_inner(recommend_config=noted("config", recommend_config))
+    patch_inner(recommend_config=noted("search", recommend_config))
     monkeypatch.setattr(estimate, "_estimated", noted("estimate", estimate._estimated))
     patch_inner(rehearse=noted("doctor", rehearse))
 
@@ -94,7 +97,7 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
 
     exported = noted("export", lambda *_, **__: SaveReport(folder=f"{llama}"))
     monkeypatch.setattr(hf_fsdp_tools, "export_checkpoint", exported)
-    patch_inner(prove=noted("prove", proved))
+    patch_inner(prove=noted("verify", proved))
     patch_inner(device_title=lambda device: "NVIDIA H100 80GB HBM3")
 
     @cache

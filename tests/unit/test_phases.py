@@ -1,11 +1,13 @@
 """What runs around forward passes is in one order for all features, printed, and open for features of others."""
 
+import ast
 import copy
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools import ConfigError, ParallelDims
-from hf_fsdp_tools.sharding import patches
+from hf_fsdp_tools.sharding import patches, phases
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import make_model
 from tests._dist import fake_ranks
@@ -57,7 +59,7 @@ LlamaForCausalLM
   join        skipped.end
   copy        hooks.as_no_views
   reshard     FSDP2
-  output      hooks.return_fp32
+  output      precision.return_fp32
   whole       context_parallel.after_model
 model
   stack       skipped.opened
@@ -71,7 +73,7 @@ model.embed_tokens
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
   copy        hooks.as_no_views
@@ -82,7 +84,7 @@ model.layers.{0..1}
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   rows        context_parallel.before_block
   copy        hooks.as_no_views
@@ -95,7 +97,7 @@ model.norm lm_head
   meet        skipped.enter
   memory      hooks.prepare_unit
   gather      FSDP2
-  cast        hooks.cast_inputs
+  cast        precision.cast_inputs
   context     autocast_mode.autocast
   copy        hooks.part_from_weights
   copy        hooks.as_no_views
@@ -112,7 +114,8 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
     expected = EXPECTED
     if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13
         expected = expected.replace(
-            "  output      hooks.return_fp32", "  output      hooks.return_fp32\n  output      hooks.complete_units"
+            "  output      precision.return_fp32",
+            "  output      precision.return_fp32\n  output      hooks.complete_units",
         )
     assert describe_hooks(model) == expected
     twin = copy.deepcopy(model)
@@ -127,17 +130,7 @@ def test_the_order_of_all_features_is_printed_and_copies_have_it_once() -> None:
 def test_a_torch_whose_names_are_others_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"FSDP2 of torch .* has no fsdp_params, which"):
         refuse_without({"init_dtype_attrs", "fsdp_params"}, {"init_dtype_attrs"})
-    assert {"fixed", "later", "inner_name", "Kind"} <= names_in(sys.modules[__name__])
-
-
-class Kind:
-    """A class whose code has names in fields, properties and functions inside of functions."""
-
-    fixed: int = 0
-
-    @property
-    def later(self) -> Any:
-        return [lambda: self.inner_name for _ in range(1)]  # type: ignore[attr-defined]
+    assert {"FIRST_PASS", "casts", "remove_hooks", "given", "partial"} <= names_in(phases), "in a function inside, too"
 
 
 def test_functions_run_by_phase_and_a_context_ends_last_also_after_an_error() -> None:
@@ -219,18 +212,6 @@ def test_steps_of_all_optimizers_run_entries_by_phase_until_they_are_taken_away(
     assert said == ["STOP", "PART", "OWN", "JOIN", "COUNT", "OWN"]
 
 
-PATCHES = {  # what it is for, and upstream's thread where it is a gap and no wish of ours
-    "torch.distributed.tensor.DTensor": "several boxes of a shard in DCP; pytorch#167859, torch 2.11 to 2.15",
-    "torch.distributed.tensor._dispatch.OpDispatcher": "drawing, deciding and writing by shards",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "gradients of two dtypes in one unit; pytorch#196996",
-    "torch.autograd": "gradients that are asked for by shards",
-    "torch.nn.init": "trunc_normal_ of shards",
-    "peft.tuners.tuners_utils.BaseTuner": "adapters of shards; peft#3578, PEFT 0.19 to 0.21",
-    "peft.peft_model.PeftModel": "the same, and whole values of shards, which PEFT copies before 0.21.2",
-}
-"""Modules, classes and instances of libraries of which something is replaced for the life of a process."""
-
-
 def is_ours(value: Any) -> bool:
     package = Path(patches.__file__).parents[1]
     own = [value, vars(value).get("__wrapped__")] if isinstance(value, FunctionType) else []
@@ -238,10 +219,9 @@ def is_ours(value: Any) -> bool:
     return any(file.is_relative_to(package) for file in files)
 
 
-def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
+def test_what_is_replaced_in_libraries_for_a_process_stands_in_one_table() -> None:
     patches.guard_habits(torch.nn.Module())
-    patches.let_dcp_see_boxes()
-    patches.guard_injection()
+    patches.replace_in_process(patches.BOXES)
     libraries = ("torch", "transformers", "accelerate", "peft", "trl")
     owners = {name: vars(each) for name, each in sys.modules.items() if name.split(".")[0] in libraries}
     classes = {
@@ -253,13 +233,38 @@ def test_what_is_replaced_in_libraries_stands_in_one_list() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     owners |= classes | {"torch.distributed.tensor._dispatch.OpDispatcher": vars(dispatcher)}
     found = {name for name, content in owners.items() if any(map(is_ours, list(content.values())))}
-    assert found == set(PATCHES)
+    rows = [row.owner for row in (*patches.HABITS, *patches.BOXES) if not isinstance(row.owner, dict)]
+    classes = {row if isinstance(row, type | ModuleType) else type(row) for row in rows}
+    assert found == {getattr(each, "__module__", "") + "." * isinstance(each, type) + each.__name__ for each in classes}
+
+
+OWN = {
+    "extensions.context_parallel": {"joins_outputs"},
+    "modeling.packed_weight": {"chunks"},
+    "modeling.module_tree": {"__class__"},
+}
+"""What is replaced for a block and of no library."""
+
+
+def test_what_is_replaced_on_models_or_in_blocks_stands_in_the_table() -> None:
+    package = Path(patches.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        module, names = ".".join(path.relative_to(package).with_suffix("").parts), set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if called == "replaced":
+                names |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+            elif called == "override_method" and isinstance(node.args[1], ast.Constant):
+                names.add(node.args[1].value)
+            elif isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+                names.add("__class__")
+        assert names <= {*re.findall(r"\w+", patches.ELSEWHERE.get(module, ""))} | OWN.get(module, set()), module
 
 
 def test_torch_still_takes_several_boxes_of_a_shard_for_one() -> None:
     fake_ranks(2)
-    patches.let_dcp_see_boxes()
+    patches.replace_in_process(patches.BOXES)
     mesh = ParallelDims(tp_size=2).build_mesh("cpu")["tp"]
     shard = DTensor.from_local(torch.ones(4, 2), mesh, [_StridedShard(0, split_factor=2)], shape=(8, 2), stride=(2, 1))
-    former = inspect.getclosurevars(DTensor.__create_chunk_list__).nonlocals["former"]["__create_chunk_list__"]
+    former = inspect.getclosurevars(DTensor.__create_chunk_list__).nonlocals["own"]
     assert [len(chunks(shard)) for chunks in (former, DTensor.__create_chunk_list__)] == [1, 2]

@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.sharding import recompute
-from hf_fsdp_tools.sharding.recompute import StreamLink, checkpoint_activations
+from hf_fsdp_tools.sharding.recompute import Link, checkpoint_activations
 from tests._checkpoints import make_model
 from tests._late import LateSideStream, Machine
 from tests.api import Recompute
@@ -42,7 +42,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_late_copies_give_the_same_values_and_memory_is_given_back(every: int, seed: int) -> None:
     expected, model = gradients(llama()), llama()
     with Machine(seed=seed) as machine:
-        link = StreamLink(LateSideStream(machine, 1))
+        link = Link(LateSideStream(machine, 1))
         checkpoint_activations(model, Recompute(offload=True, every_n_layers=every), link_of=lambda _: link)
         for _ in range(2):
             model.zero_grad()
@@ -61,7 +61,7 @@ def test_a_system_that_gives_no_pinned_memory_is_one_line() -> None:
             raise RuntimeError("CUDA error: out of memory")
 
     with Machine() as machine:
-        link = StreamLink(Full(machine, 1))
+        link = Link(Full(machine, 1))
         with pytest.raises(ConfigError, match=r"does not give 64 B more of pinned host memory .* Take a smaller batch"):
             link.keep(torch.ones(9))
 

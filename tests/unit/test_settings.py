@@ -328,7 +328,7 @@ def test_a_file_without_a_version_is_read_as_fsdp2_and_who_asks_for_fsdp1_gets_i
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert "SHARD_GRAD_OP means reshard_after_forward=False; left out: forward_prefetch=True" in line
-    assert "hf-fsdp config --from FILE" in line and "\n" not in line
+    assert "hf-fsdp convert FILE" in line and "\n" not in line
     assert launch(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")[1] == [], "one rank says it"
     explicit = {"FSDP_RESHARD_AFTER_FORWARD": "full_shard", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     plugin, said = launch(**explicit)

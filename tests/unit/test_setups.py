@@ -1,4 +1,4 @@
-"""What is estimated is what is run: options that `hf-fsdp config` prints, parsed by the recipe itself, make the setup
+"""What is estimated is what is run: options that `hf-fsdp search` prints, parsed by the recipe itself, make the setup
 that was estimated; so do the files that the package has, and the commands of README."""
 
 import json
@@ -23,7 +23,7 @@ import yaml
 from hf_fsdp_tools import LaunchConfig, TrainingSetup
 from hf_fsdp_tools.scripting import arguments, running
 from tests._dist import imitate_gpus
-from tests.api import RECIPES, named_config, recipes, setup_of
+from tests.api import RECIPES, Preset, recipe_words, recipes, setup_of
 from tests.unit.test_cli import run
 
 
@@ -79,7 +79,7 @@ FIXED += " --activation-checkpointing-every-n-layers 2 --no-activation-checkpoin
 FIXED += " --activation-checkpointing-save-ops attention"
 FIXED += " --gradient-accumulation-steps 3 --per-device-train-batch-size 5"
 OF_LORA = "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager"
-OF_LORA += " --sync-each-batch"
+OF_LORA += " --sync-each-batch --no-torch-compile"
 OF_ALL = "--optimizer sgd_momentum --no-sync-each-batch --torch-compile --master-dtype bf16"
 
 
@@ -90,14 +90,14 @@ MORE = [pytest.param(recipe, False, marks=pytest.mark.nightly) for recipe in REC
 
 @pytest.mark.parametrize(("recipe", "adapter"), [*SOME, *MORE])
 def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_path, monkeypatch):
-    """By words, and with an adapter by the file of `--config`."""
+    """By words, and with an adapter by a preset."""
     others, llama = models
     model, path = others.get(recipe, llama), tmp_path / "two.yaml"
     words = [*FIXED.split(), *(OF_LORA if adapter else OF_ALL * (recipe != "accelerate-loop")).split()]
     words += ["--frozen-models", str(llama)] * (recipe in ("distill", "grpo"))
     words = [word.replace("q_proj,v_proj", "q,v") if recipe == "seq2seq" else word for word in words]
     words += ["--output", str(path)] * adapter
-    code, out, err = run(capsys, "config", model, "--recipe", recipe, *words, "--json")
+    code, out, err = run(capsys, "search", model, "--recipe", recipe, *words, "--json")
     if recipe == "accelerate-loop" and adapter:
         assert code == 1 and "--lora-r does not go with --recipe accelerate-loop;" in err
         return
@@ -105,8 +105,13 @@ def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_p
     value = json.loads(out)
     found, launched = value["recommendation"]["setup"], shlex.split(value["launch"])
     start = launched.index(recipe)
-    assert launched[start + 1] == "--config_file"
-    config = LaunchConfig(**{**value["config"], "activation_checkpointing_save_ops": ("attention",)})
+    assert launched[start + 1] == ("--preset" if adapter else "--config_file")
+    lists = {"activation_checkpointing_save_ops": ("attention",), "transformer_layer_cls_to_wrap": ()}
+    config = LaunchConfig(**{**value["config"], **lists})
+    if adapter:
+        assert LaunchConfig(**Preset.read(path).launch) == config
+        launched[start + 1 : start + 3] = recipe_words(Preset.read(path).options)
+        start -= 2
     taken = parsed(recipe, launched[start + 3 :], monkeypatch, 2)
     own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
     assert own.loss in (None, found["loss"])
@@ -133,15 +138,20 @@ def told(path: Path) -> dict[str, Any]:
 
 
 def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str) -> TrainingSetup:
-    """The setup of a recipe that is started with a launch file and these words."""
-    config = LaunchConfig(**LaunchConfig.translate_file(path).fields)
+    """The setup of a recipe that is started with a launch file, or a preset, and these words."""
+    if path in MODELS:
+        preset = Preset.read(path)
+        config, words = LaunchConfig(**preset.launch), [*recipe_words(preset.options), *words]
+        assert (preset.recipe, preset.gpu) == (recipe, gpu)
+    else:
+        config = LaunchConfig(**LaunchConfig.translate_file(path).fields)
     setup = setup_of(recipe, *parsed(recipe, words, monkeypatch, config.num_processes), **machine_of(config, gpu=gpu))
     return replace(setup, loss="chunked")
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "accelerate-loop"])
 def test_an_adapter_has_its_learning_rate_unless_one_is_given(recipe, models, capsys, monkeypatch, tmp_path):
-    """That of the table, which `hf-fsdp config` writes too; also said in the help."""
+    """That of the table, which `hf-fsdp search` writes too; also said in the help."""
     words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--output_dir", str(tmp_path)]
     rates = [
         next(
@@ -161,7 +171,7 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "accelerate_configs"
 SHIPPED = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "here")
 """Without the file that a reader of the documents writes."""
-MODELS = sorted((FOLDER / "models").glob("*.run.yaml"))
+MODELS = sorted((FOLDER / "models").glob("*.yaml"))
 
 
 def header(path: Path) -> dict[str, str]:
@@ -169,8 +179,7 @@ def header(path: Path) -> dict[str, str]:
     return dict(re.split(r": |  +", line, maxsplit=1) for line in lines if re.search(r": |  ", line.strip()))
 
 
-FILES = [path for path in SHIPPED if path.stem != "cpu"]
-FILES += [path.with_suffix("").with_suffix(".yaml") for path in MODELS]
+FILES = [*(path for path in SHIPPED if path.stem != "cpu"), *MODELS]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -179,8 +188,8 @@ def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
     monkeypatch.chdir(FOLDER.parent)
     said, words = told(path), shlex.split(header(path)["Start it with"])
     words = words[words.index("hf-fsdp") + 1 :]
-    recipe, _, name, *rest = (word for word in words if word not in ("--machine_rank", "0"))
-    assert named_config(name).samefile(path)
+    recipe, option, name, *rest = (word for word in words if word not in ("--machine_rank", "0"))
+    assert Path(name).samefile(path) and option == ("--preset" if path in MODELS else "--config_file")
     rest = [word for word in rest if word not in ("--main_process_ip", "ADDRESS")]
     setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
     batch = (setup.per_device_train_batch_size, setup.gradient_accumulation_steps)

@@ -32,7 +32,7 @@ def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
     said, rows, command = app.answer("", config, "h200-141gb", "2", "64", "1k", method, False)
     assert said.startswith("### fits: ") and " tokens/s** on each GPU in a tuned loop (" in said
     assert rows[0][1] >= rows[-1][1] > 0 and {"CUDA context", "activations"} <= {part for part, _ in rows}
-    words = "hf-fsdp config config.json --gpu h200-141gb --num-processes 2 --max-length 64 --optimizer adamw_8bit"
+    words = "hf-fsdp search config.json --gpu h200-141gb --num-processes 2 --max-length 64 --optimizer adamw_8bit"
     assert command == f"{words} --master-dtype bf16 --output run.yaml"
     assert app.answer("", config, "rtx-4090", "1", "64", "9999999", "LoRA", False)[0].startswith("### does not fit: ")
 

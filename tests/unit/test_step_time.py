@@ -140,6 +140,24 @@ def test_a_gpu_without_a_published_training_has_no_tokens_per_second() -> None:
     assert json.loads(unknown.to_json())["range"] is None
     mixture = estimate(two_units(), SETUP, efficiency_of(GPUS["a100-80gb"], has_experts=True))
     assert "tokens/s are not estimated: mixtures of experts were not compared with any real run" in str(mixture)
+    of_pairs = estimate(two_units(), dataclasses.replace(SETUP, rows_per_example=2), efficiency_of(GPUS["a100-80gb"]))
+    assert [*of_pairs.trainer_ranges] == ["padded rows"], "pairs are not packed"
+    timed = estimate_throughput(CONFIG, num_processes=8, untimed="the pass of the reference", **FIELDS)
+    assert timed.range is None and "a step also has the pass of the reference, which is not timed" in str(timed)
+
+
+def test_flash_attention_2_has_no_kernels_for_blackwell() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=2**17)
+    seconds = {
+        (gpu, kernel): estimate_throughput(config, gpu=gpu, max_length=2**17, attn_implementation=kernel).parts[
+            "attention"
+        ]
+        for gpu in ("h100-80gb", "b200-180gb")
+        for kernel in ("sdpa", "flash_attention_2")
+    }
+    assert seconds["b200-180gb", "sdpa"] < seconds["h100-80gb", "sdpa"] / 2
+    assert seconds["b200-180gb", "flash_attention_2"] == seconds["h100-80gb", "flash_attention_2"]
 
 
 CONFIG = LlamaConfig(

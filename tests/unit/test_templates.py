@@ -48,7 +48,7 @@ def no_gpus(monkeypatch: Any) -> None:
 
 
 def written(path: Path, suffix: str, *words: str) -> str:
-    assert main(["config", *words, "--output", str(path)]) == 0
+    assert main(["init", *words, "--output", str(path)]) == 0
     return path.with_suffix(suffix).read_text()
 
 
@@ -142,7 +142,7 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: Any, words: str, cure: str) -> None:
-    assert main(["config", *words.format(tmp=tmp_path).split()]) == 1
+    assert main(["init", *words.format(tmp=tmp_path).split()]) == 1
     said = capsys.readouterr().err
     assert cure in said and said.count("\n") == 1 and not [*tmp_path.iterdir()]
 
@@ -150,10 +150,10 @@ def test_what_cannot_be_started_is_one_line(tmp_path: Path, capsys: Any, words: 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot", "hf-jobs"])
 def test_no_line_of_anothers_is_written(tmp_path: Path, capsys: Any, kind: str) -> None:
     odd = str(tmp_path / "a\n#SBATCH --wrap=evil\ntouch ran #.yaml")
-    assert main(["config", f"--{kind}", *FOUR, "--output", odd]) == 1
+    assert main(["init", f"--{kind}", *FOUR, "--output", odd]) == 1
     assert "has a line break, another control character" in capsys.readouterr().err
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"params": {"lr": "1\nenv: {A: b}"}}}))
-    assert main(["config", f"--{kind}", "--from", str(tmp_path / "ds.json"), "--output", str(tmp_path / "f.yaml")]) == 1
+    assert main(["convert", f"--{kind}", str(tmp_path / "ds.json"), "--output", str(tmp_path / "f.yaml")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
     text = LaunchConfig(num_processes=2).to_accelerate_yaml(command="a\nb: 1", notes=["c\re: 1\u2028f: 2\x85g: 3"])
     assert yaml.safe_load(text) == yaml.safe_load(LaunchConfig(num_processes=2).to_accelerate_yaml())

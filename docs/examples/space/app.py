@@ -113,7 +113,7 @@ def answer(
 
 def command(model: str, setup: TrainingSetup) -> str:
     """The command that searches the fastest setting of this training, and writes it."""
-    words = ["hf-fsdp", "config", model, "--gpu", str(setup.gpu), "--num-processes", str(setup.num_processes)]
+    words = ["hf-fsdp", "search", model, "--gpu", str(setup.gpu), "--num-processes", str(setup.num_processes)]
     words += ["--max-length", str(setup.max_length)]
     plain, own = asdict(TrainingSetup()), asdict(setup)
     for name, option in OPTIONS.items():

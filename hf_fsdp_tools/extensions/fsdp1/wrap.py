@@ -24,7 +24,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
-from hf_fsdp_tools.sharding.hooks import cast_inputs
+from hf_fsdp_tools.sharding.precision import cast_inputs
 
 
 def wrap_fsdp1(

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 
@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.extensions.muon.matrices import newton_schulz_flops
 from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
-from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.loading.regions import Piece, View
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.streaming.routes import Arrival, Holders, Spread
 from hf_fsdp_tools.text import show_bytes
@@ -42,16 +42,14 @@ def matrices_in(model: nn.Module, names: Collection[str]) -> dict[str, tuple[Pie
                 unclear |= symbol.sources
             else:
                 piece = symbol.pieces[0]
-                parts[piece.source] += _stacked(Piece(box=piece.box, source=name, view=piece.view))
+                parts[piece.source] += _stacked(replace(piece, source=name))
     found: dict[str, tuple[Piece, ...]] = {}
     for name in names:
         tensor = model.get_parameter(name)
         key = key_of.get(id(tensor), name)
         pieces = [] if key in unclear else parts.get(key, [])
         if sum(piece.box.numel for piece in pieces) != tensor.numel():
-            box, strides = Box.whole(tensor.shape), row_major_strides(tensor.shape)
-            whole = Piece(box=box, source=name, view=View(offset=0, length=tuple(tensor.shape), strides=strides))
-            pieces = list(_stacked(whole))
+            pieces = list(_stacked(Piece.whole(name, tensor.shape)))
         found[name] = tuple(pieces)
     return found
 
@@ -64,7 +62,7 @@ def _stacked(piece: Piece) -> Iterator[Piece]:
         return
     for i in range(view.length[0]):
         inner = View(offset=view.offset + i * view.strides[0], length=view.length[1:], strides=view.strides[1:])
-        yield from _stacked(Piece(box=Box.whole(inner.length), source=f"{piece.source}[{i}]", view=inner))
+        yield from _stacked(Piece(start=(0,) * len(inner.length), source=f"{piece.source}[{i}]", view=inner))
 
 
 # ---- owners ----

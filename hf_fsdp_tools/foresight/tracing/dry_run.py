@@ -31,10 +31,10 @@ from hf_fsdp_tools.modeling.packed import floats_held
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
+from hf_fsdp_tools.sharding.hooks import hooks_of_experts
 from hf_fsdp_tools.sharding.phases import Hook, Phase, install
-from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
-from hf_fsdp_tools.sharding.whole import CastWeights, hooks_of_weights
+from hf_fsdp_tools.sharding.precision import CastWeights, dtypes_of, hooks_of_dtypes, hooks_of_weights
+from hf_fsdp_tools.sharding.recompute import Link, check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = 4
@@ -169,8 +169,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             fetch=lambda host, to: copy_input("host_to_device", to.nbytes),
             wait=lambda mark: None,  # the copy was asked for a block before
         )
-        link_of = (lambda _: link) if recorder.on_cuda else None  # on CPUs, copies are memory and work like all else
-        checkpoint_activations(model, setup.recompute, link_of=link_of)
+        # on CPUs, copies are memory and work like all else
+        checkpoint_activations(model, setup.recompute, link_of=lambda _: link if recorder.on_cuda else Link(None))
     modules = dict(model.named_modules(remove_duplicate=False))
     grouped_names = {name for unit in plan.units for name in unit.modules if len(unit.modules) > 1}
     blocks = (block.fqn for stack in find_blocks(ModuleTree(model)) for block in stack)
@@ -182,7 +182,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.mixed_precision != "fp32":
         if setup.is_plain:
             hooks += casts_of_weights(model, units, setup)
-        hooks += hooks_of_casts(model, DTYPES[setup.mixed_precision], units=units, replicated=whole)
+        hooks += hooks_of_dtypes(dtypes_of(model, DTYPES[setup.mixed_precision], units=units, replicated=whole))
     hooks += hooks_of_experts(ModuleTree(model))
     if setup.loss == "chunked":
         chunk_loss(model, recorder)

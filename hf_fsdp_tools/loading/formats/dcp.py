@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_small, refuse_endless
 from hf_fsdp_tools.stores import at_hand
@@ -191,19 +191,6 @@ MODEL_FOLDERS = "pytorch_model_fsdp_*"
 """DCP folders of models inside a folder that Accelerate's `save_state` or the Trainer wrote."""
 
 
-def find_dcp_folder(folder: Path) -> Path | None:
-    """The DCP folder of a model: `folder`, or the one inside it that Accelerate or the Trainer wrote; None without
-    one.
-    """
-    if (folder / METADATA).is_file():
-        return folder
-    below = sorted(path.parent for path in folder.glob(f"{MODEL_FOLDERS}/{METADATA}"))
-    if len(below) > 1:
-        names = ", ".join(path.name for path in below)
-        raise CheckpointError(f"{str(folder)!r} holds several models: {names}. Give the path of one of these folders.")
-    return below[0] if below else None
-
-
 @contextmanager
 def _collecting_later() -> Iterator[None]:
     """Let Python's garbage collector wait: looking at all that is read takes it longer than the reading."""
@@ -231,9 +218,9 @@ def _complete_tensors(file: Path, metadata: dcp.Metadata) -> list[tuple[SavedPat
         tensors = list(_tensors(file, metadata))
     for _, tensor in tensors:
         try:
-            for chunk in tensor.chunks:
-                _check_range(chunk.stored, file_sizes)
-            check_cover(file, tensor.key, tensor.shape, [chunk.box for chunk in tensor.chunks])
+            for chunk in tensor.parts:
+                _check_range(chunk, file_sizes)
+            check_cover(file, tensor.key, tensor.shape, [chunk.box for chunk in tensor.parts])
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -379,11 +366,11 @@ def _tensors(file: Path, metadata: dcp.Metadata) -> Iterator[tuple[SavedPath, Ch
             place, offset, length = _place(file, index, metadata.storage_data.get(index))
             ranges = ", ".join(f"{s}:{s + n}" for s, n in zip(box.start, box.length, strict=True))
             name = f"{key}[{ranges}]" if shape else key
-            stored = StoredTensor(
-                key=name, file=file.parent / place, dtype=dtype, shape=box.length, offset=offset, num_bytes=length
+            lies: dict[str, Any] = {"file": file.parent / place, "offset": offset, "num_bytes": length}
+            chunks.append(
+                StoredTensor(key=name, dtype=dtype, shape=box.length, start=box.start, is_archive=True, **lies)
             )
-            chunks.append(TensorChunk(box=box, stored=stored, is_archive=True))
-        tensor = ChunkedTensor(key=key, file=file, dtype=dtype, shape=shape, chunks=tuple(chunks))
+        tensor = ChunkedTensor(key=key, file=file, dtype=dtype, shape=shape, parts=tuple(chunks))
         yield tuple(str(part) for part in path), tensor
 
 

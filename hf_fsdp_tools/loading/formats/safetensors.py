@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.hub import OF_GGUF
 from hf_fsdp_tools.loading.formats.dcp import SavedPath
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, check_cover
 from hf_fsdp_tools.modeling.pickles import parse_json_object, refuse_pointer, refuse_special
 from hf_fsdp_tools.text import dtype_name, listed, quoted
 
@@ -104,7 +103,7 @@ def join_parts(key: str, parts: Sequence[StoredTensor]) -> StoredTensor | Chunke
     """One tensor from all that files hold under its name; it ends where the last of its parts ends."""
     first = parts[0]
     if len(parts) == 1 and not any(first.start or ()):
-        return first
+        return first if first.start is None else replace(first, start=None)
     if (unplaced := next((part for part in parts if part.start is None), None)) is not None:
         other = next(part for part in parts if part is not unplaced)
         one, two = sorted((unplaced.file, other.file))
@@ -115,12 +114,8 @@ def join_parts(key: str, parts: Sequence[StoredTensor]) -> StoredTensor | Chunke
             f"{first.file.parent}: the parts of {key!r} do not belong together: {kinds}. They come from several saves; "
             "save it again into an empty folder."
         )
-    boxes = [Box(start=part.start or (), length=part.shape) for part in parts]
+    boxes = [part.box for part in parts]
     shape = tuple(max(box.start[dim] + box.length[dim] for box in boxes) for dim in range(len(first.shape)))
-    chunks = tuple(
-        TensorChunk(box=box, stored=replace(part, key=f"{key}{list(box.start)} in {part.file.name}"), is_archive=False)
-        for part, box in zip(parts, boxes, strict=True)
-        if box.numel
-    )
-    check_cover(first.file.parent, key, shape, [chunk.box for chunk in chunks])
-    return ChunkedTensor(key=key, file=first.file, dtype=first.dtype, shape=shape, chunks=chunks)
+    named = (replace(part, key=f"{key}{list(part.box.start)} in {part.file.name}") for part in parts if part.box.numel)
+    check_cover(first.file.parent, key, shape, [box for box in boxes if box.numel])
+    return ChunkedTensor(key=key, file=first.file, dtype=first.dtype, shape=shape, parts=tuple(named))

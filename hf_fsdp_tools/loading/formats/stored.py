@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -35,6 +35,13 @@ class StoredTensor:
     """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
     start: tuple[int, ...] | None = None
     """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
+    is_archive: bool = False
+    """Whether its data lies somewhere in an archive of `torch.save`, which begins at `offset`."""
+
+    @property
+    def box(self) -> Box:
+        """Which part it is of the tensor that it is a chunk of; all of a tensor of its own."""
+        return Box(start=self.start or (0,) * len(self.shape), length=self.shape)
 
     @property
     def parts(self) -> tuple["StoredTensor", ...]:
@@ -48,20 +55,7 @@ class StoredTensor:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources."""
-        view = View(offset=0, length=self.shape, strides=self.strides or row_major_strides(self.shape))
-        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorChunk:
-    """A box of a tensor that was saved by itself, somewhere in a file."""
-
-    box: Box
-    """Which part of the tensor the chunk is."""
-    stored: StoredTensor
-    """The chunk as a tensor of its own; of an archive of `torch.save`, the bytes of the archive."""
-    is_archive: bool
-    """Whether the data lies somewhere in such an archive, not at `stored.offset`."""
+        return (Piece(start=self.box.start, source=self.key, view=View.whole(self.shape, self.strides)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +70,7 @@ class ChunkedTensor:
     """Stored dtype."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    chunks: tuple[TensorChunk, ...]
+    parts: tuple[StoredTensor, ...]
     """The chunks that hold any elements."""
 
     @property
@@ -85,18 +79,13 @@ class ChunkedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """Everything that is stored of it."""
-        return tuple(chunk.stored for chunk in self.chunks)
-
-    @property
     def sources(self) -> Mapping[str, torch.dtype]:
         """Names and dtypes of the sources of its elements, which are its chunks."""
-        return {chunk.stored.key: self.dtype for chunk in self.chunks}
+        return {chunk.key: self.dtype for chunk in self.parts}
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as boxes that are views of its sources; each chunk is row-major."""
-        return tuple(replace(piece, box=chunk.box) for chunk in self.chunks for piece in chunk.stored.pieces())
+        return tuple(piece for chunk in self.parts for piece in chunk.pieces())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +167,7 @@ class QuantizedTensor:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The tensor as a view of its source."""
-        view = View(offset=0, length=self.shape, strides=self.strides)
-        return (Piece(box=Box.whole(self.shape), source=self.key, view=view),)
+        return (Piece.whole(self.key, self.shape, self.strides),)
 
 
 Stored = StoredTensor | ChunkedTensor | QuantizedTensor

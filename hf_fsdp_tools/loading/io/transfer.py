@@ -1,6 +1,5 @@
-"""Which bytes of a file belong to which memory, cut into requests and batches."""
+"""Which bytes of a file belong to which memory, cut into requests that share buffers."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -8,11 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hf_fsdp_tools.distributed.shards import Box
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.regions import View, slice_piece
-from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.loading.formats.stored import StoredTensor
+from hf_fsdp_tools.loading.regions import View
 
 _MAX_RUNS = 1024
 """Memory regions that one `preadv` or `pwritev` takes (IOV_MAX on Linux)."""
@@ -88,74 +84,21 @@ class Request:
     """Position after the last byte to move."""
     route: Route
     """The way of all transfers."""
+    place: int = 0
+    """Where its bytes begin in the buffer of its batch."""
+
+    def bytes_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its bytes in that buffer."""
+        return buffer[self.place : self.place + self.stop - self.start]
+
+    def staged(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The memory of each transfer, with its elements in a buffer."""
+        begin = self.place - self.start
+        return [(each.memory, each.staged(buffer, begin + each.start)) for each in self.transfers]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Requests that share a staging buffer, or one direct request."""
-
-    requests: tuple[Request, ...]
-    """All of one route."""
-    places: tuple[int, ...]
-    """Where the bytes of each request begin in the buffer."""
-
-    @property
-    def route(self) -> Route:
-        """How the bytes travel."""
-        return self.requests[0].route
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        """Those of all requests."""
-        return tuple(transfer for request in self.requests for transfer in request.transfers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements in the files; gaps that are read through do not count."""
-        return sum(transfer.num_bytes for transfer in self.transfers)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffer that are used."""
-        return self.places[-1] + self.requests[-1].stop - self.requests[-1].start
-
-    def parts_of(self, buffer: torch.Tensor) -> Iterator[tuple[Request, torch.Tensor]]:
-        """Yield each request with its bytes in a buffer."""
-        for request, place in zip(self.requests, self.places, strict=True):
-            yield request, buffer[place : place + request.stop - request.start]
-
-    def staged(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The elements of each transfer in a buffer."""
-        return [
-            transfer.staged(buffer, place + transfer.start - request.start)
-            for request, place in zip(self.requests, self.places, strict=True)
-            for transfer in request.transfers
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How large requests and batches may be."""
-
-    request_bytes: int
-    """Bytes of the largest direct request."""
-    buffer_bytes: int
-    """Bytes of a staging buffer."""
-    host_gap_bytes: int
-    """Unwanted bytes between wanted ones up to which a request of the CPU moves both; 0 for writing."""
-    device_gap_bytes: int
-    """The same for an accelerator."""
-
-
-def views_into(memory: torch.Tensor, tensor: PieceTensor, box: Box) -> Iterator[tuple[str, View, torch.Tensor]]:
-    """Yield the sources that fill `memory` with one box of a tensor: name, view of the source, part of the memory."""
-    for piece in tensor.pieces or ():
-        part = slice_piece(piece, box)
-        if part is None:
-            continue
-        skipped = ((p - b) * step for p, b, step in zip(part.box.start, box.start, memory.stride(), strict=True))
-        place = memory.as_strided(part.box.length, memory.stride(), memory.storage_offset() + sum(skipped))
-        yield part.source, part.view, place
+Batch = list[Request]
+"""Requests that share a staging buffer, all by one route; or one direct request."""
 
 
 def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Transfer:
@@ -169,97 +112,85 @@ def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Trans
     )
 
 
-Place = tuple[torch.Tensor, PieceTensor, Box]
-"""Memory of any strides, and the box of a stored tensor that fills it."""
-
-
-def whole_place(memory: torch.Tensor, stored: Stored) -> Place:
-    """Memory for all of a stored tensor, in the memory's dtype."""
-    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
-
-
 @dataclass(frozen=True, kw_only=True)
-class QuantizedPart:
-    """Values of a quantised tensor, and their place in memory."""
+class Limits:
+    """How large requests and batches may be, and the cutting of transfers to such."""
 
-    tensor: QuantizedTensor
-    """The tensor."""
-    view: View
-    """Which values: a view of the tensor's matrix."""
-    memory: torch.Tensor
-    """Where they go; of the lengths of the view, of any strides, dtype and device."""
+    request_bytes: int
+    """Bytes of the largest direct request."""
+    buffer_bytes: int
+    """Bytes of a staging buffer."""
+    host_gap_bytes: int
+    """Unwanted bytes between wanted ones up to which a request of the CPU moves both; 0 for writing."""
+    device_gap_bytes: int
+    """The same for an accelerator."""
+    on_device: Callable[[torch.Tensor], bool]
+    """Whether memory is that of the accelerator."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values as they are stored, and their part of the scales."""
-        return round(self.memory.numel() * self.tensor.num_bytes / max(1, math.prod(self.tensor.shape)))
+    def batches(self, transfers: Iterable[Transfer]) -> Iterator[Batch]:
+        """Yield batches that together move the transfers, in file order."""
+        batch: Batch = []
+        for request in self._requests(transfers):
+            if request.route is not Route.DEVICE:
+                yield [request]
+                continue
+            place = -(-(batch[-1].place + batch[-1].stop - batch[-1].start) // _ALIGNMENT) * _ALIGNMENT if batch else 0
+            if batch and (place + request.stop - request.start > self.buffer_bytes or len(batch) == _MAX_REQUESTS):
+                yield batch
+                batch, place = [], 0
+            batch.append(replace(request, place=place))
+        if batch:
+            yield batch
 
+    def _requests(self, transfers: Iterable[Transfer]) -> Iterator[Request]:
+        """Yield requests that together move the transfers, in file order."""
+        parts: dict[Path, list[tuple[Transfer, Route]]] = {}
+        for transfer in transfers:
+            if transfer.memory.numel():
+                parts.setdefault(transfer.file, []).extend(self._parts(_merged(transfer)))
+        for file in sorted(parts):
+            in_order = sorted((part.start, part.stop, i) for i, (part, _) in enumerate(parts[file]))
+            yield from self._joined(file, ((start, stop, *parts[file][i]) for start, stop, i in in_order))
 
-def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Transfer], list[QuantizedPart]]:
-    """What fills memory with boxes of stored tensors: reads as they are, and values to dequantise."""
-    transfers: list[Transfer] = []
-    parts: list[QuantizedPart] = []
-    for memory, tensor, box in places:
-        for name, view, place in views_into(memory, tensor, box):
-            source = index.source(name)
-            if isinstance(source, QuantizedTensor):
-                parts.append(QuantizedPart(tensor=source, view=view, memory=place))
-            else:
-                transfers.append(transfer_of(source, view, place))
-    return transfers, parts
+    def _parts(self, transfer: Transfer) -> Iterator[tuple[Transfer, Route]]:
+        """Yield parts of a transfer, each with its route, of which each fits a request."""
+        is_on_device = self.on_device(transfer.memory)
+        gap_bytes = self.device_gap_bytes if is_on_device else self.host_gap_bytes
+        # Half the buffer each, so that two parts that interleave in the file fit into it together.
+        for part in _cut_to_fit(transfer, self.buffer_bytes // 2, gap_bytes):
+            route = Route.DEVICE if is_on_device else Route.HOST
+            if part.is_run and part.memory.device.type == "cpu" and not is_on_device:
+                route = Route.DIRECT
+            num_bytes = self.request_bytes if route is Route.DIRECT else self.buffer_bytes
+            if not part.is_run or part.num_bytes <= num_bytes:
+                yield part, route
+                continue
+            start = part.start  # several requests at once
+            for memory in torch.split(part.memory, max(1, num_bytes // part.dtype.itemsize)):
+                yield replace(part, start=start, memory=memory), route
+                start += memory.numel() * part.dtype.itemsize
 
-
-def cut_batches(
-    transfers: Iterable[Transfer], limits: Limits, *, on_device: Callable[[torch.Tensor], bool]
-) -> Iterator[Batch]:
-    """Yield batches that together move the transfers, in file order."""
-    staged: list[Request] = []
-    places: list[int] = []
-    for request in _cut_requests(transfers, limits, on_device):
-        if request.route is not Route.DEVICE:
-            yield Batch(requests=(request,), places=(0,))
-            continue
-        place = -(-(places[-1] + staged[-1].stop - staged[-1].start) // _ALIGNMENT) * _ALIGNMENT if staged else 0
-        is_full = place + request.stop - request.start > limits.buffer_bytes or len(staged) == _MAX_REQUESTS
-        if staged and is_full:
-            yield Batch(requests=tuple(staged), places=tuple(places))
-            staged, places, place = [], [], 0
-        staged.append(request)
-        places.append(place)
-    if staged:
-        yield Batch(requests=tuple(staged), places=tuple(places))
-
-
-def _cut_requests(
-    transfers: Iterable[Transfer], limits: Limits, on_device: Callable[[torch.Tensor], bool]
-) -> Iterator[Request]:
-    """Yield requests that together move the transfers, in file order."""
-    parts: dict[Path, list[tuple[Transfer, Route]]] = {}
-    for transfer in transfers:
-        if transfer.memory.numel():
-            parts.setdefault(transfer.file, []).extend(_cut(_merged(transfer), limits, on_device(transfer.memory)))
-    for file in sorted(parts):
-        in_order = sorted((part.start, part.stop, i) for i, (part, _) in enumerate(parts[file]))
-        placed = ((start, stop, *parts[file][i]) for start, stop, i in in_order)
-        yield from _join_neighbours(file, placed, limits)
-
-
-def _cut(transfer: Transfer, limits: Limits, is_on_device: bool) -> Iterator[tuple[Transfer, Route]]:
-    """Yield parts of a transfer, each with its route, of which each fits a request."""
-    gap_bytes = limits.device_gap_bytes if is_on_device else limits.host_gap_bytes
-    # Half the buffer each, so that two parts that interleave in the file fit into it together.
-    for part in _cut_to_fit(transfer, limits.buffer_bytes // 2, gap_bytes):
-        route = Route.DEVICE if is_on_device else Route.HOST
-        if part.is_run and part.memory.device.type == "cpu" and not is_on_device:
-            route = Route.DIRECT
-        num_bytes = limits.request_bytes if route is Route.DIRECT else limits.buffer_bytes
-        if not part.is_run or part.num_bytes <= num_bytes:
-            yield part, route
-            continue
-        start = part.start
-        for memory in torch.split(part.memory, max(1, num_bytes // part.dtype.itemsize)):  # several requests at once
-            yield replace(part, start=start, memory=memory), route
-            start += memory.numel() * part.dtype.itemsize
+    def _joined(self, file: Path, parts: Iterable[tuple[int, int, Transfer, Route]]) -> Iterator[Request]:
+        """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or
+        overlap."""
+        joined: list[Transfer] = []
+        first = last = 0
+        way = Route.DIRECT
+        for start, stop, part, route in parts:
+            is_direct = route is Route.DIRECT
+            touches = route is way and (start == last if is_direct else start <= last)
+            largest = self.request_bytes if is_direct else self.buffer_bytes
+            fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
+            is_aligned = is_direct or (start - first) % part.dtype.itemsize == 0
+            if joined and not (touches and fits and is_aligned):
+                yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
+                joined = []
+            if not joined:
+                first, last, way = start, stop, route
+            joined.append(part)
+            last = max(last, stop)
+        if joined:
+            yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
 
 
 def _merged(transfer: Transfer) -> Transfer:
@@ -297,27 +228,3 @@ def _cut_to_fit(transfer: Transfer, limit: int, max_gap_bytes: int) -> Iterator[
         start = transfer.start + i * strides[0] * size
         cut = Transfer(file=transfer.file, start=start, dtype=transfer.dtype, strides=steps_in, memory=inner)
         yield from _cut_to_fit(cut, limit, max_gap_bytes)
-
-
-def _join_neighbours(
-    file: Path, parts: Iterable[tuple[int, int, Transfer, Route]], limits: Limits
-) -> Iterator[Request]:
-    """Yield neighbours as one request: direct transfers while they touch, staged ones while they touch or overlap."""
-    joined: list[Transfer] = []
-    first = last = 0
-    way = Route.DIRECT
-    for start, stop, part, route in parts:
-        is_direct = route is Route.DIRECT
-        touches = route is way and (start == last if is_direct else start <= last)
-        largest = limits.request_bytes if is_direct else limits.buffer_bytes
-        fits = max(last, stop) - first <= largest and len(joined) < _MAX_RUNS
-        is_aligned = is_direct or (start - first) % part.dtype.itemsize == 0
-        if joined and not (touches and fits and is_aligned):
-            yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)
-            joined = []
-        if not joined:
-            first, last, way = start, stop, route
-        joined.append(part)
-        last = max(last, stop)
-    if joined:
-        yield Request(file=file, transfers=tuple(joined), start=first, stop=last, route=way)

@@ -22,8 +22,16 @@ from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Place, Transfer, reads_of, whole_place
-from hf_fsdp_tools.loading.quantized.dequantize import Bounds, batches, dequantize, work_in_windows
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.quantized.dequantize import (
+    Bounds,
+    Place,
+    batches,
+    dequantize,
+    reads_of,
+    whole_place,
+    work_in_windows,
+)
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.codecs.bitsandbytes import NESTED_BLOCKSIZE

@@ -32,26 +32,26 @@ class Dequantized:
 
     method: str
     """The method that the config names; else the one that the tensors show."""
-    stored_bytes: int
-    """Bytes of the quantised values and their scales in the files."""
-    num_values: int
-    """Values that they stand for."""
-    other_blocks: tuple[str, ...] = ()
-    """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
+    tensors: tuple[QuantizedTensor, ...]
+    """The quantised weights."""
+    other_blocks: tuple[str, ...]
+    """Those whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
     """
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of values and scales in the files."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_values(self) -> int:
+        """Values that they stand for."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def of(self, used: Iterable[Stored]) -> "Dequantized | None":
         """The same where these stored tensors alone are read, of which some stay as they are; None where all do."""
-        rest = [tensor for tensor in used if isinstance(tensor, QuantizedTensor)]
-        return replace(self, stored_bytes=_bytes_of(rest), num_values=_values_of(rest)) if rest else None
-
-
-def _bytes_of(tensors: Iterable[QuantizedTensor]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors)
-
-
-def _values_of(tensors: Iterable[QuantizedTensor]) -> int:
-    return sum(math.prod(tensor.shape) for tensor in tensors)
+        rest = tuple(tensor for tensor in used if isinstance(tensor, QuantizedTensor))
+        return replace(self, tensors=rest) if rest else None
 
 
 def method_of(quantization: Mapping[str, Any] | None) -> str | None:
@@ -66,34 +66,47 @@ def with_floats(
 
     Methods are known by their tensors; a config that names a method without rules leaves all as it is.
     """
-    _refuse_transforms(index, quantization or {})
-    method = method_of(quantization)
-    if method is not None and not any(method in codec.methods for codec in CODECS):
+    config, method = quantization or {}, method_of(quantization)
+    _refuse_transforms(index, config)
+    codecs = [c for c in CODECS if method in c.methods or (method is None and not c.needs_config)]
+    if not codecs:
         return index, None
-    finder = _Finder(index.tensors, method, quantization or {})
-    tensors_by_key = {tensor.key: tensor for tensor in finder.quantized}
-    if not tensors_by_key and not finder.problems:
-        return index, None
-    if finder.problems:
+    stored = {key: tensor for key, tensor in index.tensors.items() if isinstance(tensor, StoredTensor)}
+    quantized: list[QuantizedTensor] = []
+    bare, problems, other_blocks = list[StoredTensor](), list[str](), list[str]()
+    for key, values in stored.items():
+        try:
+            found = next((f for c in codecs if (f := c.find(values, stored, config))), None)
+            form = None if found is None else found.form()
+        except DoesNotFit as error:
+            problems.append(f"{values.file}: {key!r} {_looks(values)}: {error}")
+            continue
+        if found is not None and form is not None:
+            quantized.append(QuantizedTensor(key=found.key, form=form, stored=found.stored, groups=found.groups))
+            other_blocks += [found.key] * found.has_other_blocks
+        elif values.dtype in FP8 and len(values.shape) > 1:
+            bare.append(values)
+    used = {part.key for tensor in quantized for part in tensor.parts}
+    if quantized or method is not None:
+        problems += [f"{t.file}: {t.key!r} {_looks(t)} has no scales next to it" for t in bare if t.key not in used]
+        problems += _left_over(stored, used, codecs)
+    if problems:
         raise CheckpointError(
             f"{index.name!r} holds quantised weights ({method or 'by their names'}) that cannot be dequantised:\n"
-            f"{listed_lines(finder.problems)}\nDownload or quantise the checkpoint again, or use the config that "
-            "belongs to it."
+            f"{listed_lines(problems)}\nDownload or quantise the checkpoint again, or use the config that belongs to "
+            "it."
         )
-    known = {key.rpartition(".")[2] for key in model_keys}
-    plain = {
-        key: tensor
-        for key, tensor in index.tensors.items()
-        if key not in finder.used and (key.rpartition(".")[2] not in _OF_ACTIVATIONS - known)
-    }
-    tensors = dict(sorted((plain | tensors_by_key).items()))
+    if not quantized:
+        return index, None
+    unknown = _OF_ACTIVATIONS - {key.rpartition(".")[2] for key in model_keys}
+    plain = {k: t for k, t in index.tensors.items() if k not in used and k.rpartition(".")[2] not in unknown}
+    floats = {tensor.key: tensor for tensor in quantized}
     dequantized = Dequantized(
-        method=method or Counter(t.form.codec.method for t in finder.quantized).most_common(1)[0][0],
-        other_blocks=tuple(finder.other_blocks),
-        stored_bytes=_bytes_of(tensors_by_key.values()),
-        num_values=_values_of(tensors_by_key.values()),
+        method=method or Counter(tensor.form.codec.method for tensor in quantized).most_common(1)[0][0],
+        tensors=tuple(floats.values()),
+        other_blocks=tuple(other_blocks),
     )
-    return replace(index, tensors=MappingProxyType(tensors)), dequantized
+    return replace(index, tensors=MappingProxyType(dict(sorted((plain | floats).items())))), dequantized
 
 
 def _refuse_transforms(index: CheckpointIndex, quantization: Mapping[str, Any]) -> None:
@@ -121,51 +134,19 @@ def scaled_as_converted(index: CheckpointIndex, load_map: LoadMap) -> Checkpoint
     return replace(index, tensors=MappingProxyType({**index.tensors, **changed})) if changed else index
 
 
-class _Finder:
-    """The quantised weights among stored tensors, and what is wrong with some."""
-
-    def __init__(self, tensors: Mapping[str, Stored], method: str | None, config: Mapping[str, Any]) -> None:
-        self._tensors = {key: t for key, t in tensors.items() if isinstance(t, StoredTensor)}
-        self._codecs = [c for c in CODECS if method in c.methods or (method is None and not c.needs_config)]
-        self._config = config
-        self.quantized: list[QuantizedTensor] = []
-        self.used: set[str] = set()
-        self.problems: list[str] = []
-        self.other_blocks: list[str] = []
-        bare: list[StoredTensor] = []
-        for key, values in self._tensors.items():
-            try:
-                found = next((f for c in self._codecs if (f := c.find(values, self._tensors, config))), None)
-                form = None if found is None else found.form()
-            except DoesNotFit as error:
-                self.problems.append(f"{values.file}: {key!r} {_looks(values)}: {error}")
-                continue
-            if found is not None and form is not None:
-                tensor = QuantizedTensor(key=found.key, form=form, stored=found.stored, groups=found.groups)
-                self.quantized.append(tensor)
-                self.used.update(part.key for part in tensor.parts)
-                self.other_blocks += [found.key] * found.has_other_blocks
-            elif values.dtype in FP8 and len(values.shape) > 1:
-                bare.append(values)
-        if self.quantized or method is not None:
-            self.problems += [
-                f"{t.file}: {t.key!r} {_looks(t)} has no scales next to it" for t in bare if t.key not in self.used
-            ]
-            self.problems += self._left_over()
-
-    def _left_over(self) -> Iterator[str]:
-        """Yield scales that belong to no values."""
-        codecs = [codec for codec in CODECS if codec in self._codecs or not codec.needs_config]
-        ends = {end: of for codec in codecs for end, of in codec.scales_of.items()}
-        for key, tensor in self._tensors.items():
-            end, of = next(((end, of) for end, of in ends.items() if key.endswith(end)), ("", ""))
-            base = key.removesuffix(end) + of
-            if not end or key in self.used or f"{base}_packed" in self._tensors:  # packed: refused by its values
-                continue
-            values = self._tensors.get(base)
-            if values is None or (values.dtype.itemsize > 1 and of[0] != "."):
-                kind = "no such tensor" if values is None else _looks(values)
-                yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {kind}"
+def _left_over(stored: Mapping[str, StoredTensor], used: Collection[str], codecs: Collection[Any]) -> Iterator[str]:
+    """Yield scales that belong to no values."""
+    asked = [codec for codec in CODECS if codec in codecs or not codec.needs_config]
+    ends = {end: of for codec in asked for end, of in codec.scales_of.items()}
+    for key, tensor in stored.items():
+        end, of = next(((end, of) for end, of in ends.items() if key.endswith(end)), ("", ""))
+        base = key.removesuffix(end) + of
+        if not end or key in used or f"{base}_packed" in stored:  # packed: refused by its values
+            continue
+        values = stored.get(base)
+        if values is None or (values.dtype.itemsize > 1 and of[0] != "."):
+            kind = "no such tensor" if values is None else _looks(values)
+            yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {kind}"
 
 
 def _looks(tensor: StoredTensor) -> str:

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import sys
 from pathlib import Path
 
 from hf_fsdp_tools.distributed.storage import watched
@@ -13,11 +12,6 @@ _AT_FDCWD = -100
 
 _RENAME_EXCHANGE = 2
 """Source: Linux, fs.h."""
-
-_SYNC_FILE_RANGE_WRITE = 2
-"""Source: Linux, fs.h."""
-
-_BEGIN = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 _UNABLE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
 """What a system or a file system answers that cannot exchange names, or sync folders."""
@@ -39,15 +33,6 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in _UNABLE:
             raise
-
-
-def begin_sync(descriptor: int, start: int, num_bytes: int) -> None:
-    """Let the system begin to write a range of a file to the disk, where it has such a call. Waits for nothing.
-
-    `sync` is still needed: it finds less to do, and tells of errors, which this does not.
-    """
-    if _BEGIN is not None:
-        _BEGIN(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def write_durably(path: Path, text: str) -> None:

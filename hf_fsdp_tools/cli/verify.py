@@ -1,4 +1,4 @@
-"""The command `hf-fsdp prove`: whether a layout computes what one process computes, on a tiny model of its kind."""
+"""The command `hf-fsdp verify`: whether a layout computes what one process computes, on a tiny model of its kind."""
 
 import argparse
 import runpy
@@ -14,15 +14,15 @@ _MOST_PROCESSES = 4
 """Processes to which the degrees of a launch file are cut down: each needs all libraries in memory."""
 
 
-def add_prove(commands: Any) -> None:
-    """Add the command `prove`."""
+def add_verify(commands: Any) -> None:
+    """Add the command `verify`."""
     about = (
         "train a tiny model of NAME's kind on CPU ranks and in one process: loss, gradients, a step, evaluation, saved "
         "files and a resumed training must agree (no weights, no GPUs)"
     )
     more = "The exit status is 0 where all agrees, else 1. SCRIPT.py is run but for its `if __name__` part."
-    epilog = examples("prove Qwen/Qwen3-8B --cp-size 2", "prove my_script.py --config-file 8x80gb --lora")
-    parser = commands.add_parser("prove", aliases=["verify"], help=about, description=f"{about}. {more}", epilog=epilog)
+    epilog = examples("verify Qwen/Qwen3-8B --cp-size 2", "verify my_script.py --config-file 8x80gb --lora")
+    parser = commands.add_parser("verify", help=about, description=f"{about}. {more}", epilog=epilog)
     about = (
         "a hub name, a local folder, the path of a config.json, or a SCRIPT.py which sets `model` (one of these) and, "
         "as a Trainer takes them, train_dataset, data_collator, args, peft_config"
@@ -38,10 +38,10 @@ def add_prove(commands: Any) -> None:
     layout("--fsdp-version", type=int, choices=(1, 2), help="version of FSDP (default: 2)")
     layout("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
     layout("--lora", action="store_true", help="train LoRA adapters on all linear layers, and a copy of the head")
-    parser.set_defaults(run=_prove)
+    parser.set_defaults(run=_verify)
 
 
-def _prove(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     given = _of_script(options.model) if options.model.endswith(".py") else {}
     options.model = given.get("model", options.model)
     keywords = prepare_model(options)
