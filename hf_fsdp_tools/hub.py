@@ -43,6 +43,12 @@ def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     return None if can_be_on_hub and not os.path.exists(path) else path  # False for a name of any length
 
 
+def hub_name_of(model: Any) -> str:
+    """The name on the hub of what a model was made from; "" where it came from a folder, a store or nothing."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name if name and as_url(name) is None and local_path(name) is None else ""
+
+
 def fetch(
     name: str,
     *patterns: str,

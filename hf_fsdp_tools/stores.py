@@ -7,14 +7,10 @@ endpoints, timeouts and retries are fsspec's own settings (`fsspec.config`, `FSS
 package.
 """
 
-import fcntl
 import io
-import os
 import re
 import shutil
-import socket
 import tempfile
-import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
+from hf_fsdp_tools.folders import temporary_folder
 from hf_fsdp_tools.text import first_lines, listed, printable
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
@@ -49,9 +46,6 @@ _MOST_HEADER_BYTES = 10**8
 
 STATE_FOLDER_PREFIXES = ("pytorch_model_fsdp_", "optimizer_")
 """How names of folders begin that hold models and optimizers of a training state."""
-
-_LOCKED_S = 60.0
-"""Seconds after which a temporary folder is locked by the process that has made it. (assumed)"""
 
 _GAP_BYTES = 4096
 """Unwanted bytes up to which ranges of a file are one request."""
@@ -232,50 +226,6 @@ def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject
             elif last.startswith(below) and place != url:
                 found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
     return found
-
-
-# ---- folders of this process ----
-
-
-def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
-    process holds the lock, None where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def this_boot() -> str:
-    """What is the same for all processes that share the locks of one running system, and no others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder in the system's place for temporary files, locked until the block or this process ends. Those that
-    killed processes have left are removed."""
-    start = f"hf-fsdp-{zlib.crc32(this_boot().encode()):08x}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{start}*"):
-        with suppress(OSError):  # another user's, or removed by another rank
-            is_old = time.time() - left.lstat().st_mtime > _LOCKED_S
-            descriptor = os.open(left, os.O_RDONLY)
-            if is_old and try_lock(descriptor):
-                shutil.rmtree(left, ignore_errors=True)
-            os.close(descriptor)
-    with tempfile.TemporaryDirectory(prefix=start, ignore_cleanup_errors=True) as made:
-        descriptor = os.open(made, os.O_RDONLY)
-        try_lock(descriptor)
-        try:
-            yield Path(made)
-        finally:
-            os.close(descriptor)
 
 
 # ---- a stub of it ----

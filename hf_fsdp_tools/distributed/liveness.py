@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.storage import progress_made, waited_for
 from hf_fsdp_tools.errors import warn
-from hf_fsdp_tools.stores import this_boot
+from hf_fsdp_tools.folders import this_boot
 from hf_fsdp_tools.text import listed
 
 SILENT_S = 60

@@ -50,12 +50,15 @@ from hf_fsdp_tools.integrations.model import (
 )
 from hf_fsdp_tools.integrations.resume import stored_format, using_format
 from hf_fsdp_tools.integrations.settings import warn_on_node
-from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
+from hf_fsdp_tools.integrations.states import remove_checkpoint, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import saveable
 from hf_fsdp_tools.modeling.module_tree import replaced
+from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.saving.targets import Target, target_of
+from hf_fsdp_tools.saving.states import former_of, remove_leftovers
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.saving.targets import target_of
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
@@ -175,40 +178,38 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         temporary files and puts it from there; with `blocking=False`, in the background.
         """
         naming, plugin = self.project_configuration, self.state.fsdp_plugin
-        target: Target | None = None
         if automatic := naming.automatic_checkpoint_naming:
             parent = local_folder(self.project_dir or "", "automatic_checkpoint_naming names folders,")
-            folder = parent / "checkpoints" / f"checkpoint_{self.save_iteration}"
-            if folder.exists():
+            target: Target = Folder(parent / "checkpoints" / f"checkpoint_{self.save_iteration}")
+            if Path(target.where).exists():
                 raise ConfigError(
-                    f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
+                    f"save_state: {target.where!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         elif output_dir is None:
             raise ConfigError("save_state: give output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
         else:
-            place = target_of(output_dir)
-            target = None if isinstance(place, Path) else place
-            folder = Path() if target else local_folder(output_dir, "save_state")
-        if (target or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
-            what, cure = ("to a store", "save to a folder") if target else ("with blocking=False", "leave blocking out")
+            target = target_of(output_dir)
+        folder = target.folder if isinstance(target, Folder) else None
+        if (folder is None or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
+            what, cure = ("with blocking=False", "leave blocking out") if folder else ("to a store", "save to a folder")
             raise ConfigError(
                 f"save_state {what} writes each rank's shards, and the state dict type is {plugin.state_dict_type}. "
                 f"Set SHARDED_STATE_DICT, or {cure}."
             )
 
         def delete_old() -> None:
-            if automatic and rank_and_size()[0] == 0:
+            if automatic and folder is not None and rank_and_size()[0] == 0:
                 remove_leftovers(folder.parent, "checkpoint_*")
                 for old in numbered_states(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
                     remove_checkpoint(old)
 
-        place = target or (folder if automatic else folder.resolve())
+        place = target if folder is None else Folder(folder.resolve())
         saving = saving_state(place, STATE_GLOBS, blocking=blocking, checksums=checksums)
         with saving as state, using_format(plugin, None, state.staging):
             write_state(self, state)
             state.after = delete_old
         naming.iteration += 1
-        return folder if target is None else output_dir
+        return output_dir if folder is None else folder
 
     @pinned()
     def load_state(

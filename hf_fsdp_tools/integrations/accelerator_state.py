@@ -133,7 +133,7 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
         warn_of_drift(model)
     chosen: dict[str, torch.Tensor] = {}
     if not is_whole:
-        with agreed("preparing the adapter", state.folder):
+        with agreed("preparing the adapter", state.place.where):
             chosen = _tensors_of_adapter(model)
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if "SHARDED" not in str(plugin.state_dict_type):

@@ -14,12 +14,12 @@ from transformers.utils.hub import hf_api
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import library_errors, warn
-from hf_fsdp_tools.hub import CARD, upload
+from hf_fsdp_tools.hub import CARD, hub_name_of, upload
 from hf_fsdp_tools.integrations.hooks import TrainerBase
 from hf_fsdp_tools.integrations.resume import STATE_FILES
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
-from hf_fsdp_tools.saving.push import hub_name_of, is_outdated
+from hf_fsdp_tools.saving.push import is_outdated
 from hf_fsdp_tools.text import first_line
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
-from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.states import remove_checkpoint
 from hf_fsdp_tools.integrations.streams import POSITIONS
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
@@ -33,6 +33,8 @@ from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
+from hf_fsdp_tools.saving.states import remove_leftovers
+from hf_fsdp_tools.sharding.adapters import ADAPTER_WEIGHTS
 from hf_fsdp_tools.stores import told
 from hf_fsdp_tools.text import first_line, listed, listed_lines, quoted, space_at
 
@@ -410,7 +412,7 @@ def _check_weights(folder: Path) -> None:
             f"{str(folder)!r} holds no weights ({WEIGHTS}, {WEIGHTS_INDEX} and its shards, or an adapter's). Use "
             "another checkpoint."
         )
-    for file in (folder / name for name in files if name.endswith("adapter_model.safetensors")):
+    for file in (folder / name for name in files if name.endswith(ADAPTER_WEIGHTS)):
         try:
             with safe_open(file, "pt"):
                 pass

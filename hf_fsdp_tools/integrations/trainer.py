@@ -69,11 +69,10 @@ from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.durable import sync
-from hf_fsdp_tools.saving.hidden_folder import check_shared
+from hf_fsdp_tools.saving.hidden_folder import Folder, check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
-from hf_fsdp_tools.saving.streamed import StreamedSave
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.sharding import Sharded, sharded_module
@@ -359,8 +358,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.fsdp_settings.blocking:
-            saved: BegunSave | StreamedSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
-        elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
+            saved: BegunSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
+        elif isinstance(saved := begin_save(model, Folder(folder), tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
@@ -384,7 +383,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
         settings = self.fsdp_settings
         how = {"blocking": settings.blocking, "checksums": settings.checksums}
-        with saving_state(folder, TRAINER_GLOBS, **how) as state:
+        with saving_state(Folder(folder), TRAINER_GLOBS, **how) as state:
             self._saving = state
             state.needed.append(TRAINER_STATE_NAME)
             try:
@@ -399,7 +398,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
                     trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
             best, limit = trainer_state.best_model_checkpoint, args.save_total_limit
             if args.should_save:
-                state.after = lambda: rotate(state.folder, limit, best, uploaded=push_checkpoint(self, folder))
+                place = Path(state.place.where)
+                state.after = lambda: rotate(place, limit, best, uploaded=push_checkpoint(self, folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""

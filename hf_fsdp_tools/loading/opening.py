@@ -20,7 +20,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.weight_files import CONFIG, Contents
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.pickles import load_generation_config
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, as_peft_config, read_adapter_config
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_FILES, as_peft_config, read_adapter_config
 from hf_fsdp_tools.stores import as_url, pinned
 from hf_fsdp_tools.text import quoted
 
@@ -218,7 +218,7 @@ def base_options_of(written: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of an adapter's tensors by the keys of the base."""
-    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+    files = [folder / name for name in ADAPTER_FILES]
     stored = next((CheckpointIndex.open(file, allow_pickle=True).tensors for file in files if file.is_file()), {})
     keys = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in stored}
     return {keys[key]: tuple(tensor.shape) for key, tensor in stored.items()}

@@ -33,12 +33,12 @@ from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.saving.material import ExportSource, adapted_model, material_of_adapter, material_of_model
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
-from hf_fsdp_tools.saving.save import BegunSave, prepare_save
+from hf_fsdp_tools.saving.save import BegunSave, prepare_save, write_in_place
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.stores import local_folder, told
@@ -152,12 +152,12 @@ def export_checkpoint(
         _refuse_target(folder, side_files.homes)
     if checkpoint.adapter_state is not None:
         adapted = adapted_model(checkpoint, auto_class, trust_remote_code)
-        return save_adapter(adapted, folder, tokenizer=side_files, dtype=dtype)
+        return save_adapter(adapted, Folder(folder), tokenizer=side_files, dtype=dtype)
     if adapter is not None:
         material = material_of_adapter(checkpoint, own, auto_class, trust_remote_code, force=force)
     else:
         material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
-    with HiddenFolder(folder) as hidden:
+    with Folder(folder) as target:
         with agreed("preparing the save", folder):
             check_values(material.match, staging_bytes=STAGING_BYTES)
             remember_heads(material.model, material.match, carry=carry_heads)
@@ -168,10 +168,10 @@ def export_checkpoint(
                 layout = plan_layout(material.model, dtype, max_shard_size)
             requantizer = Requantizer(material, layout.places) if keep_stored_format else None
             loop = _Loop(material, layout, requantizer)
-            names = prepare_save(hidden, material.model, layout, dtype, side_files)
-        files = [hidden.path / file for file in layout.sizes]
-        write = partial(loop.write, hidden.path, progress)
-        report = BegunSave(hidden=hidden, layout=layout, names=names, files=files, write=write).finish()
+            prepare_save(target, material.model, layout, dtype, side_files)
+        files = [target.path / file for file in layout.sizes]
+        write = partial(write_in_place, target, layout, files, partial(loop.write, target.path, progress))
+        report = BegunSave(target=target, layout=layout, write=write).finish()
     errors = requantizer.all_errors() if requantizer is not None else {}
     return replace(report, requantized=errors, seconds=round(time.perf_counter() - start_s, 4))
 

@@ -1,7 +1,20 @@
-"""The hidden folder of a save: locked while the save runs, switched to by one rename, removed when it is over."""
+"""A folder to save to: files are made in a hidden folder within it, synced, and switched to by one rename.
+
+The hidden folder is locked while the save runs, so that whatever fails or is killed leaves the checkpoint that is there
+as it is. Then, on rank 0:
+
+    1. shards get names that no save before had: nothing that opens the folder looks at them yet
+    2. one rename switches all else (`switch`): the index or `model.safetensors`, config, tokenizer; and what would be
+       opened in place of them goes
+    3. the former weight files are removed
+
+Every file is synced before it is renamed, and the folder before and after the switch, so that a machine that goes down
+leaves the former or the new checkpoint.
+"""
 
 import ctypes
 import errno
+import filecmp
 import json
 import os
 import re
@@ -10,18 +23,21 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
+from hf_fsdp_tools.folders import this_boot, try_lock
+from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import parse_json_object
 from hf_fsdp_tools.saving.durable import sync
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.stores import this_boot, try_lock
-from hf_fsdp_tools.text import space_at
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_FILES
+from hf_fsdp_tools.text import listed, space_at
 
 NEW = "beside"
 """Name of the folder of new files within the hidden folder."""
@@ -136,43 +152,65 @@ _APPEARS_S = 60.0
 """How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
 
 
-class HiddenFolder:
-    """A hidden folder in which a save makes its files, within the folder in which they are to appear.
+class Folder(Target):
+    """A folder, to whose files all ranks write at once, in a hidden folder in it.
 
     Every rank has one, of the mark of rank 0, which begins and ends it. From begin to end, rank 0 holds a lock
-    (`flock`) on a file in it, which the system takes back when the process ends, however it ends. So a hidden folder
-    whose lock is free was left by a killed save, and is removed by the next one. Where nobody can tell (the owner ran
-    on another machine, and many file systems have locks within one machine only or none), it is removed an hour after
-    its last change.
+    (`flock`) on a file in the hidden folder, which the system takes back when the process ends, however it ends. So a
+    hidden folder whose lock is free was left by a killed save, and is removed by the next one. Where nobody can tell
+    (the owner ran on another machine, and many file systems have locks within one machine only or none), it is removed
+    an hour after its last change.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    shows_all_at_once = True
+
+    def __init__(self, folder: Path, whole: "Folder | None" = None) -> None:
+        """With `whole`, a folder in that one, whose files appear with those of the whole."""
+        self.folder, self.where, self._whole = folder, str(folder), whole
         self.mark = secrets.token_hex(4)
         self._lock: int | None = None
         self._made: list[Path] = []
+        self._parts: list[tuple[Folder, str, str]] = []
+        """What is to be published: a folder, the file that leads to others, and a stranger."""
+
+    @classmethod
+    def at(cls, place: str) -> Self:
+        """Any name is a folder's."""
+        return cls(Path(place.removeprefix("file://")))
 
     @property
     def path(self) -> Path:
         """For weight files."""
+        if self._whole is not None:
+            return self._whole.path / "parts" / self.folder.relative_to(self._whole.folder)
         return self.folder / f".save-{self.mark}.incomplete"
 
-    @property
-    def new(self) -> Path:
-        """For all other files, under the names that they will have in the folder."""
-        return self.path / NEW
+    def files(self) -> Mapping[str, int]:
+        """Those directly in it."""
+        there = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name: path.stat().st_size for path in there if path.is_file()}
 
-    def __enter__(self) -> "HiddenFolder":
-        return self
+    def read(self, name: str) -> bytes | None:
+        """As the system reads it."""
+        return (self.folder / name).read_bytes() if (self.folder / name).is_file() else None
 
-    def __exit__(self, *error: object) -> None:
-        self.end()
+    def remove(self, name: str) -> None:
+        """If it is there."""
+        (self.folder / name).unlink(missing_ok=True)
 
-    def begin(self) -> None:
-        """Make the folders, and remove what killed saves left there, so that its space is free."""
+    def begin(self, stranger: str = "") -> None:
+        """Make the folders, and remove what killed saves left there, so that its space is free; on rank 0."""
+        if rank_and_size()[0] != 0:
+            return
         with storage_errors("save to", self.folder):
+            if self._whole is not None:
+                self.new = self._whole.new / self.folder.relative_to(self._whole.folder)
+                for path in (self.path, self.new):
+                    path.mkdir(parents=True, exist_ok=True)
+                return
             if self.folder.exists() and not self.folder.is_dir():
                 raise CheckpointError(f"{str(self.folder)!r} is a file; give the name of a folder to save to.")
+            self.new = self.path / NEW
             absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             for path in (*reversed(absent), self.path, self.new):
                 path.mkdir(exist_ok=path in absent)
@@ -185,35 +223,99 @@ class HiddenFolder:
                 if _HIDDEN.fullmatch(path.name) and path != self.path and not path.is_symlink():
                     _remove_if_killed(path, now_s)
 
-    def create_files(self, layout: Layout) -> None:
-        """Make every weight file with its header and its full length."""
-        try:
-            for name, size in layout.sizes.items():
-                with open(self.path / name, "wb") as stream:
-                    stream.write(layout.headers[name])
-                    stream.flush()
-                    _reserve(stream.fileno(), size)
-        except OSError as error:
-            raise CheckpointError(
-                f"Cannot save to {str(self.folder)!r}{space_at(self.folder.parent)}: {error}. "
-                f"{layout.num_bytes} bytes are to be written; check space and permissions, or give another folder."
-            ) from None
-
-    def check_visible(self, layout: Layout) -> None:
-        """Refuse a folder in which this rank does not see the files that rank 0 made."""
+    def prepare(self, layout: Layout) -> None:
+        """Make every weight file with its header and its full length; refuse a folder in which a rank does not see
+        these."""
+        if rank_and_size()[0] == 0:
+            try:
+                for name, size in layout.sizes.items():
+                    with open(self.path / name, "wb") as stream:
+                        stream.write(layout.headers[name])
+                        stream.flush()
+                        _reserve(stream.fileno(), size)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Cannot save to {str(self.folder)!r}{space_at(self.folder.parent)}: {error}. {layout.num_bytes} "
+                    "bytes are to be written; check space and permissions, or give another folder."
+                ) from None
+        super().prepare(layout)
         end_s = time.monotonic() + _APPEARS_S
         for name, expected in layout.sizes.items():
             path = self.path / name
-            while (size := path.stat().st_size if path.exists() else None) != expected:
-                fact = "absent" if size is None else f"{size} bytes long, expected {expected}"
+            while (found := path.stat().st_size if path.exists() else None) != expected:
+                fact = "absent" if found is None else f"{found} bytes long, expected {expected}"
                 _wait_until(end_s, self.folder, f"{path.relative_to(self.folder)} is {fact}")
 
-    def new_names(self) -> tuple[str, ...]:
-        """Names that the files next to the weights will have in the folder."""
-        return tuple(sorted(f.relative_to(self.new).as_posix() for f in self.new.rglob("*") if f.is_file()))
+    def publish(self, last: str, sizes: Mapping[str, int], stranger: str = "") -> None:
+        """Switch to all files at once. Those that would be opened in place of what is saved, or with it, go or are
+        renamed, with a warning. What is in a part of a `whole` appears with that."""
+        if rank_and_size()[0] != 0:
+            return
+        parts = (self if self._whole is None else self._whole)._parts
+        parts.append((self, last, stranger))
+        if self._whole is None:
+            with storage_errors("finish", self.folder):
+                renamed = self._switch(parts)
+            if renamed:
+                warn(
+                    f"{str(self.folder)!r} had another kind of model, whose {listed(renamed)} would be opened with "
+                    "what is saved there now. Renamed to *.former."
+                )
+            for part, last, _ in parts:
+                if last in (WEIGHTS, WEIGHTS_INDEX):
+                    part._remove_weights({*part.weights.values(), last})
+            self.discard()
 
-    def end(self) -> None:
-        """Remove the hidden folder, and what else `begin` made if nothing was saved there. Raises no `OSError`."""
+    def _switch(self, parts: "Iterable[tuple[Folder, str, str]]") -> list[str]:
+        """Show shards, then switch to all else; the names of files that were renamed."""
+        shards, gone, renamed, lasts = dict[Path, Path](), list[Path](), list[tuple[Folder, str]](), list[Path]()
+        for part, last, stranger in parts:
+            at = part.folder.relative_to(self.folder)
+            if last == WEIGHTS:
+                os.replace(part.path / last, part.new / last)
+            elif last == WEIGHTS_INDEX:
+                shards |= {part.path / file: part.folder / name for file, name in part.weights.items()}
+            if last in (WEIGHTS, WEIGHTS_INDEX):
+                gone += [at / n for n in (WEIGHTS, WEIGHTS_INDEX) if n != last and os.path.lexists(part.folder / n)]
+            if stranger:
+                names = (stranger, *(ADAPTER_FILES if stranger == ADAPTER_CONFIG else ()))
+                renamed += [(part, name) for name in names if (part.folder / name).is_file()]
+            lasts += [at / last] if last else []
+        changed = self._changed(lasts)
+        for part, name in renamed:
+            at = part.folder.relative_to(self.folder)
+            keep(part.folder / name, part.new / f"{name}.former")
+            gone += [at / f"{name}.former", at / name]
+        try:
+            for file, to in shards.items():
+                to.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, to)
+            for folder in {self.folder, *(to.parent for to in shards.values())}:
+                sync(folder)
+            switch(self.folder, self.path, [*changed, *gone, *lasts])
+        except BaseException:
+            for to in shards.values():
+                with suppress(OSError):  # the error that led here is the one to show
+                    to.unlink(missing_ok=True)
+            raise
+        return [name for _, name in renamed]
+
+    def _changed(self, lasts: Collection[Path]) -> list[Path]:
+        """The new files that are not there, or differ, without the last ones; all are synced.
+
+        safetensors makes files that their owner alone can read, whatever the umask says.
+        """
+        readable, changed = self.path.stat().st_mode & 0o666, []
+        for name in map(Path, self.new_names()):
+            file, other = self.new / name, self.folder / name
+            file.chmod(file.stat().st_mode & 0o7777 | readable)
+            sync(file)
+            if name not in lasts and not (other.is_file() and filecmp.cmp(file, other, shallow=False)):
+                changed.append(name)
+        return changed
+
+    def discard(self) -> None:
+        """Remove the hidden folder, and what else `begin` made if nothing was saved there."""
         if self.path in self._made:
             _remove(self.path)
         if self._lock is not None:

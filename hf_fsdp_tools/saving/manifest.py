@@ -57,8 +57,10 @@ class Manifest:
         return damage
 
 
-def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False) -> None:
-    """Declare a checkpoint complete: bring its files to disk, then write the list of them.
+def write_manifest(
+    folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False
+) -> dict[str, int | None]:
+    """Declare a checkpoint complete: bring its files to disk, then write the list of them; their sizes.
 
     Every rank must call, after its last write. The ranks exchange names and sums.
     """
@@ -70,12 +72,13 @@ def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str],
             sync(folder / name)
             entries[name] = entry_of(folder / name, checksums=checksums)
         every = all_ranks(entries, "sharing sizes and checksums")
+        files = {name: every[i % num_ranks][name] for i, name in enumerate(names)}
         if rank == 0:
-            files = {name: every[i % num_ranks][name] for i, name in enumerate(names)}
             for below in sorted({(folder / name).parent for name in names}):
                 sync(below)
             write_durably(folder / MANIFEST, manifest_text(files))
             sync(folder.parent)
+    return {name: entry.get("bytes") for name, entry in files.items()}
 
 
 def manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,178 +1,62 @@
-"""The files of a save become visible together: made in a hidden folder, synced, and switched to by one rename.
+"""What makes written files a checkpoint: an index of weights or the weights of an adapter; and the report of a save."""
 
-While a save runs, its files lie in a hidden folder within the folder to save to, so that whatever fails or is killed
-leaves the checkpoint that is there as it is. Then, on rank 0:
-
-    1. shards get names that no save before had: nothing that opens the folder looks at them yet
-    2. one rename switches all else (`switch`): the index or `model.safetensors`, config, tokenizer; and what would be
-       opened in place of them goes
-    3. the former weight files are removed
-
-Every file is synced before it is renamed, and the folder before and after the switch, so that a machine that goes down
-leaves the former or the new checkpoint.
-"""
-
-import filecmp
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from hf_fsdp_tools.errors import storage_errors, warn
+from hf_fsdp_tools.distributed.agreement import rank_and_size
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.saving.durable import sync
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder, keep, switch
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hf_fsdp_tools.text import listed, show_bytes, table
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Weight files and index of this package's saves and of transformers'."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedNames:
-    """The names of a checkpoint's files."""
-
-    weights: dict[str, str]
-    """Weight file in the hidden folder to its name in the folder."""
-    others: tuple[str, ...]
+def publish_weights(target: Target, layout: Layout) -> None:
+    """Make complete weight files and all that lies next to them the checkpoint of a place. Every rank must call."""
+    last = WEIGHTS_INDEX if WEIGHTS_INDEX in target.others else WEIGHTS
+    if last == WEIGHTS_INDEX and rank_and_size()[0] == 0:
+        sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
+        places = (*layout.places.items(), *layout.carried.items())
+        content = {"metadata": sizes, "weight_map": {key: target.weights[str(place.file)] for key, place in places}}
+        with storage_errors("write to", target.new):
+            (target.new / last).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+    target.publish(last, {name: layout.sizes[file] for file, name in target.weights.items()}, ADAPTER_CONFIG)
 
 
-def names_of(hidden: HiddenFolder, layout: Layout) -> SavedNames:
-    """The names that transformers gives to weight files, and those of all files that lie next to them by now.
+def publish_adapter(target: Target) -> None:
+    """Make the files next to the (absent) weights, among them a complete adapter, the adapter of a place.
 
-    Where the folder holds weights of an earlier save, the mark of this save is part of the names of shards
-    (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index never opens files of another save.
+    Full weights there stay, for they may be a base; unless they are this adapter's base, `config.json` next to them,
+    for which they would be taken as its base, is a stranger. Every rank must call.
     """
-    weights, others = {file: file for file in layout.sizes}, hidden.new_names()
-    if len(weights) > 1:
-        marked = f"model.{hidden.mark}" if _weights_in(hidden.folder) else "model"
-        weights = {file: file.replace("model", marked, 1) for file in weights}
-        others = (*others, WEIGHTS_INDEX)
-    return SavedNames(weights=weights, others=others)
+    stranger = CONFIG
+    if rank_and_size()[0] == 0:
+        configs = sorted(target.new.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
+        config = json.loads(configs[0].read_text("utf-8")) if configs else {}
+        base = str(config.get("base_model_name_or_path") or "")
+        stranger = "" if base and os.path.realpath(base) == os.path.realpath(target.where) else CONFIG
+        if not target.shows_all_at_once and any(name.startswith("adapter_model.") for name in target.files()):
+            _refuse_other_config(target, config)
+    target.publish(ADAPTER_WEIGHTS, {}, stranger)
 
 
-def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, threads: bool) -> None:
-    """Make complete weight files and all that lies next to them the checkpoint of the folder.
-
-    Of an adapter that lies there, which transformers would put on the new weights, the files are renamed.
-    """
-    folder, is_sharded = hidden.folder, len(names.weights) > 1
-    last = WEIGHTS_INDEX if is_sharded else WEIGHTS
-    shards = names.weights if is_sharded else {}
-    with storage_errors("finish", folder):
-        former = _weights_in(folder)
-        changed = _changed(hidden)
-        if is_sharded:
-            (hidden.new / last).write_text(index_text(names, layout), "utf-8")
-            sync(hidden.new / last)
-        else:
-            os.replace(hidden.path / last, hidden.new / last)
-        aside = _set_aside(hidden, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
-        gone = [Path(name) for name in {WEIGHTS, WEIGHTS_INDEX} & former - {last}]
-        try:
-            for file, name in shards.items():
-                os.replace(hidden.path / file, folder / name)
-            sync(folder)
-            switch(folder, hidden.path, [*changed, *aside, *gone, Path(last)])
-        except BaseException:
-            for name in set(shards.values()) - former:
-                with suppress(OSError):  # the error that led here is the one to show
-                    (folder / name).unlink(missing_ok=True)
-            raise
-    _warn_of(folder, aside)
-    _remove_former(folder, sorted(former - {*names.weights.values(), last}), threads)
-
-
-def index_text(names: SavedNames, layout: Layout) -> str:
-    """The content of the index file."""
-    sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
-    places = (*layout.places.items(), *layout.carried.items())
-    weight_map = {key: names.weights[str(place.file)] for key, place in places}
-    return json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-
-
-def publish_adapter(hidden: HiddenFolder) -> None:
-    """Make the files next to the (absent) weights, among them a complete adapter, the adapter of the folder.
-
-    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` next to
-    them, for which they would be taken as its base, is renamed.
-    """
-    with storage_errors("finish", hidden.folder):
-        changed = _changed(hidden)
-        aside = [] if _is_own_base(hidden) else _set_aside(hidden, (CONFIG,))
-        switch(hidden.folder, hidden.path, [*changed, *aside])
-    _warn_of(hidden.folder, aside)
-
-
-def _weights_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
-
-
-def _changed(hidden: HiddenFolder) -> list[Path]:
-    """The files next to the weights that are new or differ, relative to the folder; all are synced.
-
-    safetensors makes files that their owner alone can read, whatever the umask says.
-    """
-    readable = hidden.path.stat().st_mode & 0o666
-    changed = []
-    for name in map(Path, hidden.new_names()):
-        file, other = hidden.new / name, hidden.folder / name
-        file.chmod(file.stat().st_mode & 0o7777 | readable)
-        sync(file)
-        if not (other.is_file() and filecmp.cmp(file, other, shallow=False)):
-            changed.append(name)
-    return changed
-
-
-def _set_aside(hidden: HiddenFolder, names: Iterable[str]) -> list[Path]:
-    """Stage files that would be opened in place of what is saved, or with it, under names that nothing opens; these
-    names, and their own, which then mean nothing."""
-    present = [name for name in names if (hidden.folder / name).is_file()]
-    for name in present:
-        keep(hidden.folder / name, hidden.new / f"{name}.former")
-    return [Path(each) for name in present for each in (f"{name}.former", name)]
-
-
-def _warn_of(folder: Path, aside: Iterable[Path]) -> None:
-    if renamed := [str(path) for path in aside if path.suffix != ".former"]:
-        warn(
-            f"{str(folder)!r} had another kind of model, whose {listed(renamed)} would be opened with what is saved "
-            "there now. Renamed to *.former."
+def _refuse_other_config(target: Target, config: Mapping[str, object]) -> None:
+    """Refuse to replace an adapter by one of another configuration, of which a reader could get one file of each."""
+    known, new = (
+        {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in each.items()}
+        for each in (
+            json.loads(target.read(ADAPTER_CONFIG) or b"{}"),
+            config,
+        )  # sets as lists, in any order
+    )
+    if known and (other := [key for key in known | new if known.get(key) != new.get(key)]):
+        raise CheckpointError(
+            f"{target.where!r} holds an adapter of another configuration ({listed(other)}), and no store replaces two "
+            "files at once. Save to another place, or remove that adapter first."
         )
-
-
-def _remove_former(folder: Path, names: Iterable[str], threads: bool) -> None:
-    """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded.
-
-    Side by side if it may be: freeing the pages and blocks of a large file takes the system a while.
-    """
-
-    def remove(name: str) -> None:
-        (folder / name).unlink(missing_ok=True)
-
-    try:
-        with ThreadPoolExecutor() if threads else nullcontext() as pool:
-            list(pool.map(remove, names) if pool else map(remove, names))
-    except OSError as error:
-        warn(
-            f"{str(folder)!r} is saved, but weight files of an earlier save cannot be removed: {error}. They are not "
-            "opened, but take space."
-        )
-
-
-def _is_own_base(hidden: HiddenFolder) -> bool:
-    """Whether the base of the staged adapter is the model in the folder itself."""
-    configs = sorted(hidden.new.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
-    base = str(json.loads(configs[0].read_text("utf-8")).get("base_model_name_or_path") or "") if configs else ""
-    return base != "" and Path(base).is_dir() and Path(base).samefile(hidden.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.hub import CARD, local_path, upload
+from hf_fsdp_tools.hub import CARD, hub_name_of, upload
 from hf_fsdp_tools.modeling.module_tree import own_class
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
-from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SaveReport
-from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import as_url
+from hf_fsdp_tools.saving.publish import SaveReport
+from hf_fsdp_tools.saving.target import WEIGHTS_OF_A_SAVE
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:
@@ -41,12 +41,6 @@ def is_outdated(name: str, files: Collection[str]) -> bool:
     nothing for an adapter."""
     is_of_a_save = WEIGHTS_OF_A_SAVE.fullmatch(name) or name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     return bool(is_of_a_save) and ADAPTER_CONFIG not in files
-
-
-def hub_name_of(model: nn.Module) -> str:
-    """The name on the hub of what a model was made from; "" where it came from a folder, a store or nothing."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return name if name and as_url(name) is None and local_path(name) is None else ""
 
 
 def model_card_of(model: nn.Module) -> ModelCard:

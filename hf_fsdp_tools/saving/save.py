@@ -1,7 +1,7 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -32,20 +32,24 @@ from hf_fsdp_tools.modeling.packed import refuse_cast, with_stored_quantization
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.durable import UNCHANGED, sync
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
-from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
+from hf_fsdp_tools.saving.publish import SaveReport, publish_weights
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
-from hf_fsdp_tools.saving.streamed import StreamedSave, begin_streamed, stream_adapter
-from hf_fsdp_tools.saving.targets import Target, target_of
+from hf_fsdp_tools.saving.streamed import begin_stream
+from hf_fsdp_tools.saving.target import Target, WholeFiles
+from hf_fsdp_tools.saving.targets import target_of
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
+from hf_fsdp_tools.streaming.live import live_weights
 from hf_fsdp_tools.streaming.merging import merged_model
+from hf_fsdp_tools.streaming.outgoing import refuse_empty
 from hf_fsdp_tools.text import dtype_name, grouped
 
 _SLAB_BYTES = 16 * 2**20
@@ -136,23 +140,23 @@ def save_pretrained(
     to_hub = {**hub_arguments, "push_to_hub": push_to_hub, "token": None}
     same_on_all_ranks("saving the model", **options, to_hub=to_hub)
     place = target_of(folder)
-    if not isinstance(place, Path) and push_to_hub:
+    if push_to_hub and not isinstance(place, Folder):
         raise ConfigError(
             f"push_to_hub uploads from a folder, and {place.where!r} is none. Save to a folder, or leave it out."
         )
-    target = hub_target(Path(folder), push_to_hub, hub_arguments)
+    on_hub = hub_target(Path(folder), push_to_hub, hub_arguments)
     begun = begin_save(model, place, tokenizer=processing_class, model_card=model_card, **options)
     if isinstance(begun, SaveReport):
-        return push_saved(model, begun, target)
+        return push_saved(model, begun, on_hub)
     if blocking:
         report = replace(begun.finish(), seconds=round(time.perf_counter() - start_s, 4))
-        return push_saved(model, report, target)
-    return in_background(lambda: push_saved(model, begun.finish(), target), begun.report, start_s)
+        return push_saved(model, report, on_hub)
+    return in_background(lambda: push_saved(model, begun.finish(), on_hub), begun.report, start_s)
 
 
 def begin_save(
     model: nn.Module,
-    folder: Path | Target,
+    target: Target,
     *,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
@@ -162,7 +166,7 @@ def begin_save(
     blocking: bool,
     carry_heads: bool = True,
     model_card: bool = False,
-) -> "BegunSave | StreamedSave | SaveReport":
+) -> "BegunSave | SaveReport":
     """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
 
     Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
@@ -171,128 +175,130 @@ def begin_save(
     wait_for_saves()
     reshard_units(model)
     warn_of_drift(model)
-    files: dict[str, Any] = {"tokenizer": tokenizer, "card": model_card}
+    sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
-        write_adapter = partial(save_adapter, model, tokenizer=tokenizer, dtype=dtype)
-        if isinstance(folder, Path):
-            return write_adapter(folder)
-        return stream_adapter(write_adapter, folder)
+        return save_adapter(model, target, tokenizer=tokenizer, dtype=dtype)
     elif is_of_library(model):
-        sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
-        save = partial(save_pretrained, dtype=dtype, carry_heads=carry_heads, **sizes)
-        return save_by_library(model, folder, save, **files, staging_bytes=staging_bytes)
-    check = partial(_refuse_unready, model, dtype)
-    plan = partial(plan_layout, model, dtype, max_shard_size, carry_heads=carry_heads)
-    if not isinstance(folder, Path):
-        stage = partial(_stage_configs, model, where=folder.where, dtype=dtype, **files)
-        how: dict[str, Any] = {"dtype": dtype, "staging_bytes": staging_bytes, "blocking": blocking}
-        return begin_streamed(model, folder, check=check, plan=plan, stage=stage, **how)
-    hidden = HiddenFolder(folder)
+
+        def save(inside: nn.Module, part: Target) -> SaveReport:
+            begun = begin_save(inside, part, dtype=dtype, carry_heads=carry_heads, blocking=True, **sizes)
+            return begun if isinstance(begun, SaveReport) else begun.finish()
+
+        return save_by_library(model, target, save, tokenizer=tokenizer, card=model_card, staging_bytes=staging_bytes)
     try:
-        with agreed("preparing the save", folder):
-            check()
-            layout = plan()
-            held = dict(parts_of(layout.places, saved_tensors(model)))
+        with agreed("preparing the save", target.where):
+            _refuse_unready(model, dtype)
+            layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
+            held: dict[str, Sequence[Part]] = {}
+            if isinstance(target, Folder):
+                held |= parts_of(layout.places, saved_tensors(model))
             scattered = [key not in held or copies.is_scattered(layout.transfers(held[key])) for key in layout.places]
-            names = prepare_save(hidden, model, layout, dtype, **files)
-        # A tensor is gathered by all ranks or by none.
-        mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
-        gathered = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
-        own = [part for key, parts in held.items() if key not in gathered for part in shares(parts)]
-        begun, in_place = _divided(model, hidden, layout, names, own, gathered, staging_bytes)
-        return begun if blocking else _with_copies(begun, in_place)
+            prepare_save(target, model, layout, dtype, tokenizer, model_card)
+        begun = BegunSave(target=target, layout=layout)
+        if isinstance(target, Folder):
+            return _in_place(begun, target, model, held, scattered, staging_bytes, blocking=blocking)
+        assert isinstance(target, WholeFiles)
+        weights = live_weights(model, dtype=dtype)
+        how: dict[str, Any] = {"staging_bytes": staging_bytes, "blocking": blocking}
+        send, write, copied_bytes = begin_stream(weights, target, layout, **how)
+        return replace(begun, send=send, write=write, copied_bytes=copied_bytes)
     except BaseException:
-        hidden.end()
+        target.discard()
         raise
 
 
-def _divided(
+def _in_place(
+    begun: "BegunSave",
+    target: Folder,
     model: nn.Module,
-    hidden: HiddenFolder,
-    layout: Layout,
-    names: SavedNames,
-    own: Iterable[Part],
-    gathered: Collection[str],
+    held: Mapping[str, Sequence[Part]],
+    scattered: Sequence[bool],
     staging_bytes: int,
-) -> tuple["BegunSave", list[Transfer]]:
-    """A save of which each rank writes its own parts, and rank 0 the tensors that it gathers; what this rank writes."""
-    in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
-    files = list(dict.fromkeys(transfer.file for transfer in in_place))
+    *,
+    blocking: bool,
+) -> "BegunSave":
+    """The same save, of which each rank writes its own parts, and rank 0 the tensors that it gathers. Every rank must
+    call."""
+    layout = begun.layout
+    # A tensor is gathered by all ranks or by none.
+    mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
+    gathered = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
+    own = [part for key, parts in held.items() if key not in gathered for part in shares(parts)]
+    transfers = [replace(transfer, file=target.path / transfer.file) for transfer in layout.transfers(own)]
+    files = list(dict.fromkeys(transfer.file for transfer in transfers))
+    gathered_bytes, beside_bytes = sum(layout.places[key].num_bytes for key in gathered), 0
+    begun = replace(begun, gathered_bytes=gathered_bytes)
     if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
-        files = [hidden.path / file for file in layout.sizes]
-    begun = BegunSave(
-        hidden=hidden,
-        layout=layout,
-        names=names,
-        files=files,
-        gathered_bytes=sum(layout.places[key].num_bytes for key in gathered),
-        staging_bytes=staging_bytes,
-        gather=partial(_gather, model, layout, hidden.path, sorted(gathered), staging_bytes),
-        write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
-    )
-    return begun, in_place
+        files, beside_bytes = [target.path / file for file in layout.sizes], gathered_bytes
+    gather = partial(_gather, model, layout, target.path, sorted(gathered), staging_bytes)
+    finish = partial(write_in_place, target, layout, files)
+    if blocking:
+        written: list[TransferStats] = []
+        send = partial(gather, lambda t: written.append(write_transfers([t], staging_bytes=staging_bytes)))
+        write = partial(finish, lambda: sum(written, write_transfers(transfers, staging_bytes=staging_bytes)))
+        return replace(begun, send=send, write=write)
+    transfers = copies.copied_transfers(transfers, beside_bytes=beside_bytes)
+    copied_bytes = sum(transfer.memory.nbytes for transfer in transfers) + beside_bytes
+    failure = gather(transfers.append)
+    write = partial(finish, partial(write_in_turn, transfers))
+    return replace(begun, send=lambda: failure, write=write, copied_bytes=copied_bytes)
+
+
+def write_in_place(
+    target: Folder, layout: Layout, files: Iterable[Path], write: Callable[[], TransferStats]
+) -> TransferStats:
+    """Write this rank's part of a checkpoint, copied heads too, and bring the files to disk. No rank communicates."""
+    stats = write() + _copy_heads(layout, target.path)
+    carried = (target.path / place.file for place in layout.carried.values())
+    with storage_errors("save to", target.folder):
+        for file in dict.fromkeys([*files, *carried]):
+            sync(file)
+    return stats
 
 
 @dataclass(frozen=True, kw_only=True)
 class BegunSave:
-    """A save of which writing and the switch are left."""
+    """A save of which writing and publishing are left."""
 
-    hidden: HiddenFolder
+    target: Target
     layout: Layout
-    names: SavedNames
-    files: list[Path]
-    """To which this rank writes."""
-    write: Callable[[], TransferStats]
-    """Writes all of this rank but what is gathered. No rank communicates."""
-    gather: Callable[[Callable[[Transfer], None]], Exception | None] = lambda use: None
-    """Hands rank 0 what writes each gathered tensor; what it has failed with. Every rank must call."""
+    send: Callable[[], Exception | None] = lambda: None
+    """Sends this rank's parts to those that write them; what this rank has failed with. Every rank must call."""
+    write: Callable[[], TransferStats] = TransferStats
+    """Writes, or completes, all of this rank; tensor data alone is counted. No rank communicates."""
     gathered_bytes: int = 0
-    staging_bytes: int = STAGING_BYTES
-    copied_bytes: int | None = None
-    """Bytes of the copies from which it is written; None for the model itself."""
+    copied_bytes: int = 0
+    """Bytes of the copies from which it is written; 0 for the model itself."""
 
     @property
     def report(self) -> SaveReport:
         """What is known before anything is written."""
-        gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
         return SaveReport(
-            folder=str(self.hidden.folder),
+            folder=self.target.where,
             total_bytes=self.layout.num_bytes,
             gathered_bytes=self.gathered_bytes,
-            copied_bytes=0 if self.copied_bytes is None else self.copied_bytes + gathered_bytes,
+            copied_bytes=self.copied_bytes,
         )
 
     def finish(self) -> SaveReport:
-        """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
-        folder, stats = self.hidden.folder, TransferStats()
-        try:
-            written: list[TransferStats] = []
-            failure = self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
-            with agreed("writing the checkpoint", folder):
+        """Write, and make what is written the checkpoint of the place. Every rank must call; once."""
+        where = self.target.where
+        with self.target:
+            failure = self.send()
+            with agreed("writing the checkpoint", where):
                 if failure is not None:
                     raise failure
-                stats = sum(written, stats) + self.write() + _copy_heads(self.layout, self.hidden.path)
-                carried = (self.hidden.path / place.file for place in self.layout.carried.values())
-                with storage_errors("save to", folder):
-                    for file in dict.fromkeys([*self.files, *carried]):
-                        sync(file)
+                stats = self.write()
+                if self.layout.heads is not None:
+                    self.layout.heads[0].refuse_changed()
                 total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
                 if total != self.layout.num_bytes:
-                    raise CheckpointError(f"Saving to {str(folder)!r} wrote {total} of {self.layout.num_bytes} bytes.")
-                if rank_and_size()[0] == 0:
-                    may_thread = self.copied_bytes is None  # the interpreter may be ending otherwise
-                    publish_weights(self.hidden, self.names, self.layout, threads=may_thread)
-                    self.hidden.end()  # before any rank goes on
-        finally:
-            self.drop()
-        files, others = tuple(self.names.weights.values()), self.names.others
+                    raise CheckpointError(f"Saving to {where!r} wrote {total} of {self.layout.num_bytes} bytes.")
+                publish_weights(self.target, self.layout)  # before any rank goes on
+        files, others = tuple(self.target.weights.values()), self.target.others
         return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
-
-    def drop(self) -> None:
-        """Leave the folder as it was, unless the save is finished."""
-        self.hidden.end()
 
 
 # ---- before ----
@@ -306,36 +312,23 @@ def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
         )
-    empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
-    if empty:
-        raise CheckpointError(
-            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
-            "load_weights or from_pretrained before it is saved; after a failed load, load it again."
-        )
+    refuse_empty(persistent_tensors(model), "it is saved")
     refuse_cast(model, dtype)
 
 
 def prepare_save(
-    hidden: HiddenFolder,
+    target: Target,
     model: nn.Module,
     layout: Layout,
     dtype: torch.dtype | None,
     tokenizer: Any,
     card: bool = False,
-) -> SavedNames:
-    """Make the hidden folder on rank 0, with all that lies next to the weights, and files for them at full length; the
-    names of the files. Every rank must call, within `agreed`."""
-    names = None
+) -> None:
+    """Begin, with all that lies next to the weights. Every rank must call, in `agreed`."""
+    target.begin(ADAPTER_CONFIG)
     if rank_and_size()[0] == 0:
-        hidden.begin()
-        has_card = (hidden.folder / CARD).is_file()
-        _stage_configs(model, hidden.new, str(hidden.folder), dtype, tokenizer, card and not has_card)
-        hidden.create_files(layout)
-        names = names_of(hidden, layout)
-    hidden.mark, names = all_ranks((hidden.mark, names), "preparing the save")[0]
-    hidden.check_visible(layout)
-    assert names is not None
-    return names
+        _stage_configs(model, target.new, target.where, dtype, tokenizer, card and target.read(CARD) is None)
+    target.prepare(layout)
 
 
 def _stage_configs(
@@ -411,15 +404,4 @@ def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
             (whole,) = PieceTensor.named("", place.symbol.shape, place.element).pieces or ()
             transfers = place.transfers(whole, memory, slab, place.symbol.shape)
             stats += writer.move_in_turn(replace(each, file=folder / each.file) for each in transfers)
-    heads.refuse_changed()
     return stats
-
-
-def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
-    """The same save from copies that hold the values of this moment. Every rank must call."""
-    gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
-    transfers = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
-    copied_bytes = sum(transfer.memory.nbytes for transfer in transfers)
-    failure = begun.gather(transfers.append)
-    write = partial(write_in_turn, transfers)
-    return replace(begun, gather=lambda use: failure, write=write, copied_bytes=copied_bytes)

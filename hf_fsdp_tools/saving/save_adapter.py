@@ -1,9 +1,7 @@
 """Save the adapters of a sharded PEFT model as the folder that PEFT itself writes."""
 
-import shutil
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +12,19 @@ from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
+from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.durable import UNCHANGED
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
+from hf_fsdp_tools.saving.publish import SaveReport, publish_adapter
+from hf_fsdp_tools.saving.target import Target
+from hf_fsdp_tools.sharding.adapters import ADAPTER_WEIGHTS
 from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.outgoing import chosen_by_peft
 
 
 def save_adapter(
-    model: nn.Module, folder: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
+    model: nn.Module, target: Target, *, tokenizer: Any = None, dtype: torch.dtype | None = None
 ) -> SaveReport:
     """Write `adapter_model.safetensors` and `adapter_config.json`; `PeftModel.from_pretrained` opens them.
 
@@ -37,27 +37,25 @@ def save_adapter(
     refuse_ended(model)
     is_first = rank_and_size()[0] == 0
     names: tuple[str, ...] = ()
-    with HiddenFolder(folder) as hidden:
-        with agreed("preparing the save", folder):
-            if is_first:
-                hidden.begin()
+    with target:
+        with agreed("preparing the save", target.where):
+            target.begin(CONFIG)
             chosen = adapter_tensors(model)
         tensors = gather_tensors(chosen, dtype)
-        with agreed("writing the adapter", folder):
+        with agreed("writing the adapter", target.where):
             if is_first:
-                with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
-                    if (folder / CARD).is_file():  # to which PEFT adds
-                        shutil.copyfile(folder / CARD, hidden.new / CARD)
-                    model.save_pretrained(str(hidden.new), state_dict=tensors)  # type: ignore[operator]  # PEFT's own
+                with library_errors(f"Cannot save the adapter to {target.where!r}", UNCHANGED):
+                    if (card := target.read(CARD)) is not None:  # to which PEFT adds
+                        (target.new / CARD).write_bytes(card)
+                    model.save_pretrained(str(target.new), state_dict=tensors)  # type: ignore[operator]  # PEFT's own
                     if tokenizer is not None:
-                        save_tokenizer(tokenizer, hidden.new)
-                names = hidden.new_names()
-                publish_adapter(hidden)
-                hidden.end()  # before any rank goes on
+                        save_tokenizer(tokenizer, target.new)
+                names = target.new_names()
+            publish_adapter(target)
             names = all_ranks(names, "finishing the save")[0]
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return SaveReport(
-        folder=str(folder),
+        folder=target.where,
         files=(ADAPTER_WEIGHTS,),
         total_bytes=num_bytes,
         bytes_written=num_bytes if is_first else 0,

@@ -1,10 +1,8 @@
 """Save a model of another library: its own `save_pretrained` writes its files, and this package the weights."""
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
@@ -20,13 +18,12 @@ from hf_fsdp_tools.modeling.configs import save_tokenizer
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.durable import UNCHANGED
+from hf_fsdp_tools.saving.hidden_folder import Folder
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.push import model_card_of
-from hf_fsdp_tools.saving.targets import Target
+from hf_fsdp_tools.saving.target import Target
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.exchange import gather_to_first
-
-Write = Callable[[nn.Module, Path], SaveReport]
 
 
 def is_of_library(model: nn.Module) -> bool:
@@ -36,8 +33,8 @@ def is_of_library(model: nn.Module) -> bool:
 
 def save_by_library(
     model: nn.Module,
-    folder: Path | Target,
-    write: Write,
+    target: Target,
+    write: Callable[[nn.Module, Target], SaveReport],
     *,
     tokenizer: Any = None,
     card: bool = False,
@@ -46,48 +43,50 @@ def save_by_library(
     """Let rank 0 save a model by the `save_pretrained` of its class, and all ranks the transformers models inside it.
 
     The library gets the other parameters (a pooling layer, a projection) whole, on rank 0 and on the CPU: a model
-    without a transformers model inside is gathered there. Its files take their places when all weights are written.
-    Every rank must call.
+    without a transformers model inside is gathered there. Its files and all weights appear together. Every rank must
+    call.
     """
-    if not isinstance(folder, Path):
+    if not isinstance(target, Folder):
         raise ConfigError(
             f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to "
-            f"{folder.where!r} (fsspec's put)."
+            f"{target.where!r} (fsspec's put)."
         )
     reshard_units(model)
     inside = dict(_outermost(model))
     within = tuple(f"{name}." for name in inside)
     gathered = {
         name: gather_to_first(tensor, staging_bytes=staging_bytes)
-        for name, tensor in _named_tensors(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if not name.startswith(within)
     }
-    is_first, staging, places = rank_and_size()[0] == 0, folder, dict[str, str]()
-    with ExitStack() as held:
+    folder, is_first, places, own_card = target.folder, rank_and_size()[0] == 0, dict[str, str](), b""
+    with target:
         with agreed("saving the files of the model's library", folder), storage_errors("save to", folder):
+            target.begin()
             if is_first:
-                folder.mkdir(parents=True, exist_ok=True)
-                staging = Path(held.enter_context(TemporaryDirectory(prefix=".", dir=folder)))
                 with library_errors(f"Cannot save the model to {str(folder)!r}", UNCHANGED), _alone(model, gathered):
-                    places = _save(model, inside, staging)
+                    places = _save(model, inside, target.new)
                     if tokenizer is not None:
-                        save_tokenizer(tokenizer, staging)
-                    if card and not (staging / CARD).exists() and not (folder / CARD).exists():
-                        model_card_of(model).save(staging / CARD)
-            places = all_ranks(places, "saving the files of the model's library")[0]
-        reports = {place: write(inside[name], folder / place) for name, place in places.items()}
+                        save_tokenizer(tokenizer, target.new)
+                    if card and not (target.new / CARD).exists() and target.read(CARD) is None:
+                        model_card_of(model).save(target.new / CARD)
+                own_card = (target.new / CARD).read_bytes() if (target.new / CARD).exists() else b""
+            target.mark, places = all_ranks((target.mark, places), "saving the files of the model's library")[0]
+        reports = {place: write(inside[name], Folder(folder / place, target)) for name, place in places.items()}
         with agreed("finishing the save", folder), storage_errors("save to", folder):
-            moved = all_ranks(_moved(staging, folder) if is_first else [], "finishing the save")[0]
+            if own_card:
+                (target.new / CARD).write_bytes(own_card)  # rather than that of an adapter inside
+            names = all_ranks(target.new_names() if is_first else (), "finishing the save")[0]
+            target.publish("", {})
     num_bytes = sum(tensor.nbytes for tensor in gathered.values() if tensor is not None)
     files = [Path(place, name).as_posix() for place, report in reports.items() for name in report.files]
-    others = [Path(place, name).as_posix() for place, report in reports.items() for name in report.others]
     own = {"total_bytes": num_bytes, "bytes_written": num_bytes, "gathered_bytes": num_bytes}
     sums: dict[str, Any] = {
         name: own.get(name, 0) + sum(getattr(report, name) for report in reports.values())
         for name in (*own, "write_calls", "seconds")
     }
-    others = [name for name in dict.fromkeys([*others, *moved]) if name not in files]
-    return SaveReport(folder=str(folder), files=tuple(files), others=tuple(others), **sums)
+    others = tuple(name for name in names if name not in files)
+    return SaveReport(folder=str(folder), files=tuple(files), others=others, **sums)
 
 
 def _is_ours(model: nn.Module) -> bool:
@@ -112,7 +111,7 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in units]
     whole: dict[torch.Tensor, torch.Tensor] = {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if (new := gathered.get(name)) is not None:
             whole[tensor] = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
     swap(model, whole)
@@ -123,10 +122,6 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
         swap(model, {new: old for old, new in whole.items()})
         for hook in hooks:
             hook.remove()
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
@@ -159,12 +154,3 @@ def _save(model: nn.Module, inside: dict[str, nn.Module], staging: Path) -> dict
         for module in inside.values():
             del module.__dict__["save_pretrained"]
     return places
-
-
-def _moved(staging: Path, folder: Path) -> list[str]:
-    """Move files to the same places in another folder; their paths in it."""
-    places = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
-    for place in places:
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / place, folder / place)
-    return [place.as_posix() for place in places]

@@ -34,8 +34,10 @@ from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-"""In the order in which PEFT looks for them."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+ADAPTER_FILES = (ADAPTER_WEIGHTS, "adapter_model.bin")
+"""Files of weights, in the order in which PEFT looks for them."""
 
 _SIZES = ("encoder_hidden_size", "init_r", "n_frequency", "num_layers", "num_virtual_tokens", "r", "token_dim")
 """Entries that are dimensions of tensors which PEFT (0.21) makes."""
@@ -100,9 +102,9 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
 
 def _check_weights(peft: Any, folder: Path, written: Mapping[str, Any]) -> None:
     """Read the weights of an adapter as PEFT does, and compare their number with the sizes in its config."""
-    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    weights = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
     if weights is None:
-        raise CheckpointError(f"No weights in {str(folder)!r}: expected {' or '.join(_WEIGHTS)}. {_COPY}")
+        raise CheckpointError(f"No weights in {str(folder)!r}: expected {' or '.join(ADAPTER_FILES)}. {_COPY}")
     if weights.suffix == ".bin":
         load_pickled(weights)
     with watched(weights), library_errors(f"{weights}: cannot be read as the weights of an adapter", _COPY):

@@ -19,7 +19,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.exchange import HeldParts, deliver, holders_among
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import Merging, with_merged
-from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
+from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors, refuse_empty
 from hf_fsdp_tools.streaming.routes import Bucket, Spread, plan_buckets, spread_of
 from hf_fsdp_tools.text import listed
 
@@ -264,12 +264,7 @@ class LiveWeights:
                 "prompts do. Save it as an adapter."
             )
         state = saved_tensors(self._model)
-        empty = [key for key, tensor in state.items() if tensor.is_meta and id(tensor) not in self._standing_for]
-        if empty:
-            raise CheckpointError(
-                f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
-                "load_weights or from_pretrained before its weights are streamed."
-            )
+        refuse_empty({k: t for k, t in state.items() if id(t) not in self._standing_for}, "its weights are streamed")
         if computed := [name for name, tensor in self.tensors.items() if tensor.is_computed]:
             raise CheckpointError(
                 f"{len(computed)} tensors are computed, not only moved, on their way to the checkpoint: "

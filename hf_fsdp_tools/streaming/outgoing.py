@@ -1,7 +1,7 @@
 """The tensors of the checkpoint that a model would be saved as, and the boxes of them that a box of the model holds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import Box
-from hf_fsdp_tools.errors import library_errors
+from hf_fsdp_tools.errors import CheckpointError, library_errors
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.regions import Piece, slice_view
@@ -61,14 +61,22 @@ def outgoing_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict
 
     `dtype` is that of floating-point tensors; None keeps the model's. Every rank must call for a PEFT model.
     """
-    symbols = _of_adapters(model) if is_adapted(model) else map_saving(model)
+    if is_adapted(model):
+        state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        found = chosen_by_peft(model, state)
+        symbols = {name: PieceTensor.named(key, state[key].shape, state[key].dtype) for name, key in found.items()}
+    else:
+        symbols = map_saving(model)
     return {name: SavedTensor.of(symbol, dtype) for name, symbol in symbols.items()}
 
 
-def _of_adapters(model: nn.Module) -> dict[str, PieceTensor]:
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    found = chosen_by_peft(model, state)
-    return {name: PieceTensor.named(key, state[key].shape, state[key].dtype) for name, key in found.items()}
+def refuse_empty(tensors: Mapping[str, torch.Tensor], doing: str) -> None:
+    """Refuse tensors of a model that was never loaded, or whose loading failed."""
+    if empty := [key for key, tensor in tensors.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
+            f"load_weights or from_pretrained before {doing}; after a failed load, load it again."
+        )
 
 
 def chosen_by_peft(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools import CheckpointError, WrapPolicy, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.saving import publish
+from hf_fsdp_tools.saving import target as places
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan
 from tests import api
 from tests._checkpoints import (
@@ -336,7 +336,7 @@ def end_right_after(source: Path, target: Path) -> bool:
     gate = os.pwritev = Gate()  # until the process ends
     gate.opened.set()
     gate.before = wait_for_the_end_of_the_group
-    publish.ThreadPoolExecutor = None  # the interpreter begins no thread while it ends
+    places.ThreadPoolExecutor = None  # the interpreter begins no thread while it ends
     save_pretrained(loaded("llama", source), target, max_shard_size="60KB", blocking=False)
     return any(target.glob("model.*-of-*"))
 

@@ -41,9 +41,10 @@ from hf_fsdp_tools import (
     save_pretrained,
     wait_for_saves,
 )
-from hf_fsdp_tools.saving import hidden_folder, publish
+from hf_fsdp_tools.saving import hidden_folder
+from hf_fsdp_tools.saving import target as places
 from hf_fsdp_tools.steps import build_meta_model, load_weights
-from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, no_space, refusal
+from tests._checkpoints import assert_same_tensors, full_state, loaded, make_checkpoint, make_model, no_space, refusal
 from tests._dist import run_cases, run_ranks
 from tests._hub import fake_hub
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
@@ -80,7 +81,7 @@ def hearing(listener: Callable[[], None]) -> Iterator[None]:
         _heard["is added"] = None
     _heard["by"] = listener
     try:
-        with patch.object(publish, "ThreadPoolExecutor", partial(ThreadPoolExecutor, 1)):
+        with patch.object(places, "ThreadPoolExecutor", partial(ThreadPoolExecutor, 1)):
             yield
     finally:
         _heard["by"] = None
@@ -236,6 +237,18 @@ class Run:
         self.optimizer.zero_grad()
 
 
+class OfLibrary(torch.nn.Module):
+    """A model that saves itself, with one of transformers in it."""
+
+    def __init__(self, inside: PreTrainedModel) -> None:
+        super().__init__()
+        self.inside, self.head = inside, torch.nn.Linear(2, 2)
+
+    def save_pretrained(self, folder: str) -> None:
+        self.inside.save_pretrained(folder)
+        Path(folder, "head.txt").write_text("new")
+
+
 STATES = ("state", "trainer")
 
 
@@ -279,6 +292,8 @@ class Cell(NamedTuple):
         if self.new == "adapter":
             return partial(save_pretrained, tuned(NEW, other=self.other), place)
         model = configured(loaded("llama", source), self.other)
+        if self.new == "library":
+            return partial(save_pretrained, OfLibrary(model), place, max_shard_size="60KB")
         return partial(save_pretrained, model, place, max_shard_size=self.new, **how)
 
     def which(self, open_it: Callable[[], Any]) -> str:
@@ -293,6 +308,9 @@ class Cell(NamedTuple):
             other = self.other and name == "new"
             expected, said = known(is_adapter, seed, other)
             if all(torch.equal(state[key], tensor) for key, tensor in expected.items()):
+                is_new = name == "new"
+                if self.new == "library" and getattr(opened, "has_head", is_new) != is_new:
+                    return f"{name} with the files of the other"
                 return name if config_of(opened) == said else f"{name} with the config of the other"
         return "a mixture"
 
@@ -316,14 +334,16 @@ def build_and_load(folder: Path | str) -> PreTrainedModel:
 def by_library(folder: Path) -> Any:
     if (folder / "adapter_config.json").exists():
         return PeftModel.from_pretrained(make_model("llama"), folder)
-    return LlamaForCausalLM.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.has_head = (folder / "head.txt").exists()  # of a library's model
+    return model
 
 
 def after_the_next(folder: Path) -> Any:
     """What is there once the next save has begun and ended."""
     hidden = HiddenFolder(folder)
     hidden.begin()
-    hidden.end()
+    hidden.discard()
     assert not list(folder.glob(".*")) and not [path for path in folder.rglob("*") if path.is_symlink()]
     return by_library(folder)
 
@@ -340,6 +360,7 @@ CELLS = {
     "shards in a new folder": Cell(None, "60KB"),
     "an export over shards": Cell("100KB", "export"),
     "a state over a state": Cell("state", "state"),
+    "a library's model over shards": Cell("100KB", "library", True),
     "a run that was begun anew, in the background": Cell("trainer", "trainer", blocking=False),
 }
 
@@ -402,7 +423,7 @@ def fast_and_nightly(*fast: int) -> Any:
     return pytest.mark.parametrize("names", [pytest.param(chosen, id="fast"), others])
 
 
-@fast_and_nightly(0, 1, 2, 3)
+@fast_and_nightly(0, 1, 2, 3, 11)
 def test_a_kill_at_any_change_leaves_one_whole_checkpoint(source: Path, tmp_path: Path, names: list[str]) -> None:
     for name, copies in run_ranks(in_cells, 2, killed, names, source, tmp_path)[0].items():
         cell, contents = CELLS[name], [visible(copy) for copy in copies]
@@ -537,7 +558,7 @@ def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(source: Pat
             save_pretrained(model, target)
         assert [path.name for path in target.iterdir()] == [other.path.name] and other.new.is_dir()
     finally:
-        other.end()
+        other.discard()
     assert not target.exists(), "nothing was saved, so nothing is left"
     save_pretrained(model, target)
 
@@ -576,6 +597,19 @@ def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp
         warnings.simplefilter("error")
         save_pretrained(adapter, base)
     assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
+
+
+def test_a_library_has_its_own_card_and_what_is_in_it_is_an_adapter(tmp_path: Path) -> None:
+    class WithCard(OfLibrary):
+        def save_pretrained(self, folder: str) -> None:
+            super().save_pretrained(folder)
+            Path(folder, "README.md").write_text("of the library")
+
+    for _ in range(2):
+        report = save_pretrained(WithCard(tuned(NEW)), tmp_path)
+        assert (tmp_path / "README.md").read_text() == "of the library"
+        assert report.files == ("adapter_model.safetensors",) and "head.txt" in report.others
+    assert_same_tensors(by_library(tmp_path).state_dict(), tuned(NEW).state_dict())
 
 
 class NoTokenizer:

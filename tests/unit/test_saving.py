@@ -10,8 +10,17 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools import CheckpointError
-from hf_fsdp_tools.integrations import resume, states
-from tests.api import StateSave, check_sums, last_complete, problem_of, read_manifest, rotate, write_manifest
+from hf_fsdp_tools.saving import states
+from tests.api import (
+    TRAINER_GLOBS,
+    StateFolder,
+    check_sums,
+    last_complete,
+    problem_of,
+    read_manifest,
+    rotate,
+    write_manifest,
+)
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
@@ -19,7 +28,7 @@ def checkpoint(folder: Path, step: int = 1) -> Path:
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    write_manifest(folder, ["trainer_state.json", "model.safetensors"], resume.TRAINER_GLOBS, checksums=True)
+    write_manifest(folder, ["trainer_state.json", "model.safetensors"], TRAINER_GLOBS, checksums=True)
     os.utime(folder, (step * 100, step * 100))
     return folder
 
@@ -65,13 +74,13 @@ def test_rotation_keeps_the_limit_and_the_best_and_what_a_link_leads_to(tmp_path
 
 
 def save(folder: Path, text: str) -> None:
-    place = StateSave(folder, ("scheduler*",))
+    place = StateFolder(folder, ("scheduler*",))
     try:
         place.begin()
-        (place.staging / "scheduler.bin").write_text(text)
-        place.take_place()
+        (place.new / "scheduler.bin").write_text(text)
+        place.publish([])
     finally:
-        place.held.close()
+        place.discard()
 
 
 class Killed(BaseException):
