@@ -28,7 +28,7 @@ MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
 GAIN = 0.04
 """Relative gain in speed below which settings count as equally fast: what takes less memory wins, then what changes
-less. (11 pairs of published trainings that differ in settings alone: the estimated ratio of their speeds is off by 3.4 %
+less. (11 pairs of published trainings that differ in settings alone: the estimated ratio of speeds is off by 3.4 %
 on average, by 7.3 % at most, benchmarks/results/foresight_throughput.md)"""
 TOKENS = 2**18
 """Tokens of an optimizer step where none are asked for. (assumed; published fine-tunings take 65 K (Alpaca: 128 × 512)
