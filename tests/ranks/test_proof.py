@@ -352,7 +352,7 @@ def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     norm = set() if "--fsdp-version" in words else {"norm"}
     checks = {"load", "outputs", "loss", "gradients", "accumulated", "step", "save"}
     resumed = {"weights", "moments", "schedule", "random", "rows", "continued"} if norm else set()
-    base = {"base"} if norm and "--cp-size" not in words else set()
+    base = {"base"} if norm else set()
     assert {row["check"] for row in proof["checks"]} == checks | norm | resumed | base
     assert {row["precision"] for row in proof["checks"]} == {"fp32", "bf16"}
 
