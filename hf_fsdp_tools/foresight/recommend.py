@@ -121,6 +121,11 @@ class Search:
         """Bytes of a GPU that may be used."""
         return int(gpu_named(setup.gpu).memory_bytes * (1 - self.margin))
 
+    def taken(self, setup: TrainingSetup, cost: Cost) -> str:
+        """The memory of a setting that fits, with `EXPANDABLE` where it fits with that alone."""
+        grows = cost.peak_bytes > self.limit(setup)
+        return f"{show_bytes(cost.expandable_bytes)} with {EXPANDABLE}" if grows else show_bytes(cost.peak_bytes)
+
     def has_room(self, setup: TrainingSetup, cost: Cost | None) -> bool:
         return cost is not None and (cost.expandable_bytes or cost.peak_bytes) <= self.limit(setup)
 
@@ -299,9 +304,7 @@ class Recommendation(Report):
     cost: Cost
     gpu_bytes: int
     margin: float  # Part of `gpu_bytes` that stays free at least
-    expandable_bytes: int = (
-        0  # `cost.peak_bytes` with `EXPANDABLE`; 0 where that saves next to nothing, and is not needed
-    )
+    expandable_bytes: int = 0  # `cost.peak_bytes` with `EXPANDABLE`; 0 where that is not needed and saves little
     next_best: str  # The fastest that fits of those that do more than take another micro-batch, with its figures
     breaks: str  # What would not fit any more, or not be known
     proposals: tuple[str, ...] = ()  # Faster settings that fit, which change how numbers are rounded or compiled
@@ -331,14 +334,11 @@ class Recommendation(Report):
         loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         limit = (1 - self.margin) * self.gpu_bytes
-        least, needs = self.expandable_bytes, self.expandable_bytes > 0 and cost.peak_bytes > limit
-        free, reserve = _percent(1 - (least if needs else cost.peak_bytes) / self.gpu_bytes), _percent(self.margin)
-        memory = (
-            f"{show_bytes(least if needs else cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
-        )
-        grown = (
-            f"without {EXPANDABLE} {show_bytes(cost.peak_bytes)}" if needs else f"with {EXPANDABLE} {show_bytes(least)}"
-        )
+        taken, other, word = cost.peak_bytes, self.expandable_bytes, "with"
+        if other and taken > limit:
+            taken, other, word = other, taken, "without"
+        free, reserve = _percent(1 - taken / self.gpu_bytes), _percent(self.margin)
+        memory = f"{show_bytes(taken)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
         on_host = cost.host_bytes * min(setup.gpus_per_node, setup.num_processes)
         lines = [
             ("chosen", setting_words({_BATCH: setup.per_device_train_batch_size} | _changes(setup, TrainingSetup()))),
@@ -346,7 +346,7 @@ class Recommendation(Report):
             ("breaks", self.breaks),
             ("batch", batch),
             ("memory", f"{memory}(at least {reserve} for what estimates cannot know)"),
-            *[("", grown)] * (least > 0),
+            *[("", f"{word} {EXPANDABLE} {show_bytes(other)}")] * (other > 0),
             *[("on host", f"{show_bytes(on_host)} of memory per machine")] * (on_host > 0),
             ("speed", speed + (loop if cost.is_estimated else ", to compare settings alone")),
             *(("" if at else "faster", each) for at, each in enumerate(self.proposals)),
@@ -469,7 +469,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     loss = 1 - rate(one, price) / rate(best, cost)
     near = f"as fast (within {_percent(GAIN)}, the error of a comparison)"
     speed = f"{_percent(loss)} slower" if loss > GAIN else near
-    return f"{setting_words(_changes(one, best))}: fits, {speed}, takes {show_bytes(price.peak_bytes)}"
+    return f"{setting_words(_changes(one, best))}: fits, {speed}, takes {search.taken(one, price)}"
 
 
 def _breaks(search: Search, best: TrainingSetup) -> str:
@@ -490,7 +490,7 @@ def _proposals(search: Search, best: TrainingSetup, cost: Cost) -> Iterator[str]
         price = search.cost(one := replace(best, **{name: value}))
         gain = 0.0 if price is None else rate(one, price) / rate(best, cost) - 1
         if price is not None and gain > GAIN and search.has_room(one, price):
-            yield f"{setting_words({name: value})}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
+            yield f"{setting_words({name: value})}: {_percent(gain)} faster, takes {search.taken(one, price)}"
 
 
 def what_fits(name_or_model: Source, setup: TrainingSetup, model_kwargs: Mapping[str, Any]) -> list[str]:

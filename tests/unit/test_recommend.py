@@ -227,6 +227,8 @@ def test_what_fits_with_segments_that_grow_alone_is_taken_and_said():
     lines = " ".join(str(best).split())
     assert "memory 75.4 GB of 84.9 GB per GPU, 11 % free" in lines
     assert "without PYTORCH_ALLOC_CONF=expandable_segments:True 76.4 GB" in lines
+    others = choose(replace(setup, reshard_after_forward=False), toy, fixed=("reshard_after_forward",))
+    assert "takes 75.4 GB with PYTORCH_ALLOC_CONF=expandable_segments:True" in f"{others.next_best}{best.next_best}"
 
 
 def test_an_answer_has_a_sensible_batch_what_is_next_and_what_would_break_it():
