@@ -35,7 +35,7 @@ from hf_fsdp_tools.cli.options import (
 from hf_fsdp_tools.cli.presets import Preset
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job, Template
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.recipes import RECIPES
+from hf_fsdp_tools.scripting.recipes import DEFAULT_RECIPE, RECIPES
 from hf_fsdp_tools.text import printable, quoted
 
 if TYPE_CHECKING:
@@ -174,10 +174,10 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting import setups
 
-    recipe = options.recipe or setups.DEFAULT_RECIPE
+    recipe = options.recipe or DEFAULT_RECIPE
     best = _recommend(options, config, recipe)
     values = setups.options_of(recipe, options.model, best.setup)
-    if recipe == setups.DEFAULT_RECIPE and config.num_processes == 1 and _packs(options):
+    if recipe == DEFAULT_RECIPE and config.num_processes == 1 and _packs(options):
         values["packing"] = True
     lines = [*str(best).splitlines(), *filter(None, [RECIPES[recipe].note])]
     if options.template not in (None, "slurm") and Path(options.model).exists():

@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_fsdp_tools.axes import with_degrees
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.recipes import DEFAULT_RECIPE
 from hf_fsdp_tools.text import comment, did_you_mean, first_line, show_bytes
 
 _OPTIONS = "# Searched: length, batch, accumulation and what saves memory. To be chosen: the learning rate and below."
@@ -43,7 +44,7 @@ class Preset:
         """The file, with lines of comment above."""
         import yaml
 
-        is_packed = self.recipe != "finetune" or "packing" in self.options
+        is_packed = self.recipe != DEFAULT_RECIPE or "packing" in self.options
         values = {name: value for name, value in asdict(replace(self, options={})).items() if value != ""}
         above = [*map(comment, notes), yaml.safe_dump(values, sort_keys=False)]
         above[-1] = above[-1].removesuffix("options: {}\n") + _OPTIONS + ("" if is_packed else f"\n{_PACKING}")

@@ -34,6 +34,7 @@ class Recipe:
     untimed: str = ""  # What else takes time in a step, of which an estimate knows nothing
 
 
+DEFAULT_RECIPE = "finetune"
 _CLASSIFIER = "AutoModelForSequenceClassification"
 _OF_QWEN = "--model_name_or_path Qwen/Qwen3-8B --dataset_name"
 _OF_LLAMA = "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name"

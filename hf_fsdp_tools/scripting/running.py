@@ -145,9 +145,8 @@ def _begin_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
         print(f"no estimate of the peak: {first_line(error)}", flush=True)
         return
     words = f"hf-fsdp search {name} --recipe {_recipe} --gpu {setup.gpu} --num-processes {setup.num_processes}"
-    cure = f"{' and '.join(saving)} may save what is missing, and " * bool(saving) + f"`{words}` finds what does"
     kwargs = {"auto_class": RECIPES[_recipe].auto_class, **hub_options(model_args, training)}
-    _estimate.begin(name, setup, kwargs, cure)
+    _estimate.begin(name, setup, kwargs, less=" and ".join(saving), cure=f"`{words}` finds what does")
 
 
 class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed

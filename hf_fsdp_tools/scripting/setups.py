@@ -18,10 +18,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.modeling.configs import model_class
-from hf_fsdp_tools.scripting.recipes import RECIPES
+from hf_fsdp_tools.scripting.recipes import DEFAULT_RECIPE, RECIPES
 from hf_fsdp_tools.sharding.recompute import Recompute
-
-DEFAULT_RECIPE = "finetune"
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

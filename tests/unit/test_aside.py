@@ -11,9 +11,9 @@ from hf_fsdp_tools.scripting.aside import Aside
 from tests._checkpoints import make_checkpoint
 
 
-def heard(capsys, *words, **options) -> tuple[str, Aside]:
+def heard(capsys, *words, less: str = "") -> tuple[str, Aside]:
     aside, said = Aside(), ""
-    aside.begin(*words, **options)
+    aside.begin(*words, {}, less=less, cure="search")
     for _ in range(1200):
         if said := capsys.readouterr().out:
             return said, aside
@@ -24,13 +24,12 @@ def heard(capsys, *words, **options) -> tuple[str, Aside]:
 def test_what_does_not_fit_is_said_with_how_to_go_on(tmp_path, capsys):
     make_checkpoint("llama", tmp_path)
     setup = TrainingSetup(max_length=32, per_device_train_batch_size=2)
-    said, aside = heard(capsys, str(tmp_path), setup, {}, "search")
+    said, aside = heard(capsys, str(tmp_path), setup)
     memory = estimate_memory(tmp_path, setup)
     assert said.startswith("estimated peak ") and said.endswith(" of 84.9 GB\n")
     assert aside.values["peak_gb"] == memory.peak_allocated / 1e9 and aside.values["tokens_per_second_per_gpu"] > 0
-    said, aside = heard(
-        capsys, str(tmp_path), TrainingSetup(per_device_train_batch_size=2**20, max_length=32), {}, "search"
-    )
-    assert said.endswith(" of 84.9 GB, which does not fit: search\n")
-    said, aside = heard(capsys, str(tmp_path / "absent"), setup, {}, "search")
+    large = TrainingSetup(per_device_train_batch_size=2**20, max_length=32)
+    said, aside = heard(capsys, str(tmp_path), large, less="--kernel")
+    assert said.endswith(" of 84.9 GB, less with --kernel, which does not fit: search\n")
+    said, aside = heard(capsys, str(tmp_path / "absent"), setup)
     assert said.startswith("no estimate of the peak: ") and aside.values is None

@@ -87,7 +87,7 @@ class Codec:
 
     def layout(self, shape: Shape) -> PackedForm:
         """How a plain weight of this shape, (…, rows, columns), is stored."""
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     @property
     def method(self) -> str:
@@ -101,7 +101,7 @@ class Codec:
     def decode(self, values: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
         """The floats, [rows, values], of stored values, [rows, elements], and of what belongs to the blocks of each row
         by the layout's names, [rows, blocks] each. A value depends on nothing but its own element and scales."""
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     @property
     def encodes(self) -> bool:
@@ -110,7 +110,7 @@ class Codec:
 
     def encode(self, matrix: Tensor, values: Any, scales: Any) -> list[Tensor]:
         """Values and scales of a matrix, in the dtypes and shapes of these stored tensors."""
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     @classmethod
     def find(cls, values: Any, tensors: Tensors, config: Config) -> Found | None:
@@ -119,7 +119,7 @@ class Codec:
         Raises:
             DoesNotFit: what lies next to it has other dtypes or shapes.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     @classmethod
     def by_config(cls, model: nn.Module, config: Config) -> Choice:
@@ -128,7 +128,7 @@ class Codec:
         Raises:
             ConfigError: no such weights can stay as they are stored.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     def _form(
         self, shape: Shape, values: PackedPart, scales: Mapping[str, PackedPart], *, is_transposed: bool = False

@@ -26,7 +26,7 @@ class Compressed(Codec):
     @classmethod
     def of_group(cls, kind: str, weights: Config) -> Self | None:
         """The codec of a group of one of its formats; None where it does not read such weights."""
-        raise NotImplementedError
+        raise NotImplementedError  # for each format to answer
 
     @classmethod
     def by_config(cls, model: nn.Module, config: Config) -> Choice:
