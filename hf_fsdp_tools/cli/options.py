@@ -51,25 +51,27 @@ def truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-_WIDTH = min(terminal_width() or 80, 110)
+def _width() -> int:
+    """Characters in a line of help."""
+    return min(terminal_width() or 80, 110)
 
 
 def examples(*commands: str) -> str:
     """The end of a command's help."""
-    wrap = partial(textwrap.wrap, width=_WIDTH - 4, break_on_hyphens=False)
+    wrap = partial(textwrap.wrap, width=_width() - 4, break_on_hyphens=False)
     return "\n".join(["examples:", *("  " + " \\\n      ".join(wrap(f"hf-fsdp {each}")) for each in commands)])
 
 
 def column(name: str, about: str) -> str:
     """A row of help of two columns, the second at least 20 characters from the left."""
     head = f"{name:<20}" if len(name) <= 20 else f"{name.rstrip()}\n{'':20}"
-    return head + textwrap.fill(about, _WIDTH - 20).replace("\n", f"\n{'':20}")
+    return head + textwrap.fill(about, _width() - 20).replace("\n", f"\n{'':20}")
 
 
 def filled(text: str) -> str:
     """A text whose paragraphs fit the terminal; rows of two columns stay as they are."""
     parts = re.split(r"(?m)((?:^\S.*\n?)+)", text)  # every second is a paragraph
-    parts[1::2] = [textwrap.fill(part, _WIDTH) + "\n" * part.endswith("\n") for part in parts[1::2]]
+    parts[1::2] = [textwrap.fill(part, _width()) + "\n" * part.endswith("\n") for part in parts[1::2]]
     return "".join(parts)
 
 
