@@ -8,7 +8,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 _FOLDER = "hf_fsdp_tools.extensions"
 
-FEATURES = ("context_parallel", "float8", "liger", "packed_rows", "streamed", "tensor_parallel")
+FEATURES = ("context_parallel", "float8", "liger", "packed_rows", "streamed", "tensor_parallel", "sequence_parallel")
 """The modules of the folder that change what a model does, in the order in which they do: sharing rows is tried while
 its layers are whole, and weights are converted before shards of them are offloaded."""
 

@@ -279,6 +279,7 @@ def _layout(distributed_config: Any, mesh: Any) -> tuple[dict[str, Any], DeviceM
     sizes = as_parallel({} if distributed_config is None else distributed_config)
     names = ("tp_plan", "ep_plan", "ep_implementation")
     rules = {name: sizes.pop(name) for name in names if name in sizes}
+    rules |= {"sequence_parallel": True} if sizes.pop("enable_sequence_parallel", False) else {}
     if sizes and mesh is not None:
         raise ConfigError(
             f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out."

@@ -99,6 +99,7 @@ def _regions(name: str, module: nn.Module, others: set[str]) -> Iterator[str]:
 
 _HONOURED = (
     "tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size", "tp_plan", "ep_plan", "ep_implementation",
+    "enable_sequence_parallel",
 )  # fmt: skip
 """Fields of transformers' `DistributedConfig`; of `pp_size`, 1 alone."""
 

@@ -20,7 +20,7 @@ from hf_fsdp_tools.text import grouped, merge_alike
 
 
 class Phase(IntEnum):
-    """When a function runs, the lowest first. Those up to `ROWS` are called with (module, args, kwargs) and return None
+    """When a function runs, the lowest first. Those up to `OWN` are called with (module, args, kwargs) and return None
     or other (args, kwargs), but those of `CONTEXT`; the others with (module, args, output), and return None or another
     output."""
 
@@ -34,19 +34,24 @@ class Phase(IntEnum):
     CAST = 8  # inputs to the dtype of gathered weights
     CONTEXT = 9  # a function without arguments gives a context, which is left last, also after an error
     LABELS = 10  # a divided head looks at labels of whole rows
-    ROWS = 11  # are cut into the parts of ranks, as is all that belongs to tokens
-    JOIN = 12  # units of a stack that did not run take part with a dummy input
-    REACH = 13  # experts without tokens become part of the output
-    COPY = 14  # of outputs that are views of gathered weights
-    RESHARD = 15  # FSDP2's own hook
-    KEEP = 16  # what the backward pass needs is asked for, or gathered
-    OUTPUT = 17  # in fp32; FSDP2 is given the units that end here
-    WORDS = 18  # logits of a divided head become DTensors
-    WHOLE = 19  # parts of rows are joined, and losses are those of whole rows
+    TOKENS = 11  # whether the ranks that share layers hold own tokens in this pass
+    REGION = 12  # own tokens of these ranks are joined before divided layers
+    ROWS = 13  # are cut into the parts of ranks, as is all that belongs to tokens
+    OWN = 14  # of a part, the tokens of each rank that shares layers
+    JOIN = 15  # units of a stack that did not run take part with a dummy input
+    REACH = 16  # experts without tokens become part of the output
+    COPY = 17  # of outputs that are views of gathered weights
+    RESHARD = 18  # FSDP2's own hook
+    KEEP = 19  # what the backward pass needs is asked for, or gathered
+    OUTPUT = 20  # in fp32; FSDP2 is given the units that end here
+    WORDS = 21  # logits of a divided head become DTensors
+    WHOLE_TOKENS = 22  # own tokens of ranks that share layers are joined after the decoder
+    WHOLE = 23  # parts of rows are joined, and losses are those of whole rows
+    OWN_AGAIN = 24  # of what divided layers made
 
 
-_SIDES = [(Phase.FIRST_PASS, Phase.MEMORY), (Phase.STACK, Phase.ROWS)]
-_SIDES += [(Phase.JOIN, Phase.COPY), (Phase.KEEP, Phase.WHOLE)]
+_SIDES = [(Phase.FIRST_PASS, Phase.MEMORY), (Phase.STACK, Phase.OWN)]
+_SIDES += [(Phase.JOIN, Phase.COPY), (Phase.KEEP, Phase.OWN_AGAIN)]
 """The phases before and after FSDP2 gathers, and before and after it reshards."""
 
 

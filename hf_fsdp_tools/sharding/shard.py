@@ -82,6 +82,7 @@ def parallelize_model(
     tp_plan: Mapping[str, str] | None = None,
     ep_plan: Mapping[str, str] | None = None,
     ep_implementation: str = "auto",
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Divide layers and experts of a model among the ranks of a mesh's `tp` and `ep` axes, in place; return the model.
 
@@ -95,6 +96,9 @@ def parallelize_model(
         ep_plan: the same for experts (`model.ep_plan`).
         ep_implementation: how tokens reach their experts: "all_to_all", "all_reduce" (`ep_size` equal to `tp_size`),
             "auto", or a name that was registered in transformers.
+        sequence_parallel: between divided layers, each rank of a `tp` group holds its own tokens of the hidden states
+            alone, (batch, tokens / tp_size, width): less memory for activations, and as many bytes exchanged. Rows that
+            `tp_size` does not divide, and passes with a cache, stay whole.
 
     Every rank must call with equal arguments. Nothing is communicated now; in each pass, the styles of transformers
     exchange activations between the ranks of a group.
@@ -110,7 +114,8 @@ def parallelize_model(
     """
     axes = axes_of(mesh)
     rules = {"tp_plan": tp_plan, "ep_plan": ep_plan, "ep_implementation": ep_implementation}
-    for feature in features_asked_for(asked_by(axes)) if is_divided(axes) else ():
+    asked = asked_by(axes) | ({"sequence_parallel"} if sequence_parallel else set())
+    for feature in features_asked_for(asked) if is_divided(axes) or sequence_parallel else ():
         feature.divide(model, axes, rules)
     return model
 
