@@ -15,7 +15,7 @@ one of rows that the ranks do not divide, keeps whole rows.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -65,10 +65,10 @@ class Spread(Note):
 class Tokens:
     """The tokens of the rows that a group of ranks shares."""
 
-    group: dist.ProcessGroup | str | None
-    """None where a model on meta is tried; a name where a model is followed on tensors without data."""
     rank: int
     size: int
+    group: dist.ProcessGroup | None = None
+    """None where a model is followed on tensors without data."""
     is_cut: bool = False
     """Whether the latest forward pass cut its rows."""
     length: int = 0
@@ -78,35 +78,33 @@ class Tokens:
         """A copied model has its tokens in the same group, which cannot be copied."""
         return copy(self)
 
-    def own(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The own tokens of whole rows, in memory of their own."""
-        length = whole.shape[dim] // self.size
-        return whole.narrow(dim, self.rank * length, length).contiguous()
+    @property
+    def _name(self) -> str:
+        return "tp" if self.group is None else self.group.group_name
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """The own tokens of whole rows (batch, tokens, …), in memory of their own."""
+        length = whole.shape[1] // self.size
+        return whole.narrow(1, self.rank * length, length).contiguous()
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Whole rows (batch, tokens, …), of which each rank has its own tokens."""
-        ranks = self._gather(own.contiguous()).unflatten(0, (self.size, own.shape[0]))
-        return ranks[:, 0].flatten(0, 1)[None] if own.shape[0] == 1 else torch.cat(ranks.unbind(), 1)
-
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return torch.cat([own] * self.size)
-        gathered: torch.Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(own, self.size, self._name))
-        return gathered
+        """Whole rows, of which each rank has its own tokens."""
+        ranks: torch.Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(own.contiguous(), self.size, self._name))
+        return ranks.view(self.size, *own.shape).transpose(0, 1).flatten(1, 2)
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
         """The own tokens of the sum over ranks of whole rows."""
-        if self.group is None:
-            return self.own(whole)
-        to_ranks = torch.cat(whole.chunk(self.size, 1)) if whole.shape[0] > 1 else whole.view(self.size, -1, *whole.shape[2:])
-        scattered: torch.Tensor = _ops.wait_tensor(
-            _ops.reduce_scatter_tensor(to_ranks.contiguous(), "sum", self.size, self._name)
-        )
-        return scattered
+        batch, _, *rest = whole.shape
+        ranks = whole.reshape(batch, self.size, -1, *rest).transpose(0, 1).flatten(0, 1).contiguous()
+        own: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(ranks, "sum", self.size, self._name))
+        return own
 
-    @property
-    def _name(self) -> str:
-        return self.group if isinstance(self.group, str) else self.group.group_name  # type: ignore[union-attr]
+    def summed_back(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight that sees own tokens: its gradient is summed over ranks."""
+        if self.group is None:
+            return weight
+        summed: torch.Tensor = _AllReduceBackward.apply(weight, self.group)
+        return summed
 
 
 class _Join(torch.autograd.Function):
@@ -165,20 +163,18 @@ class SequenceParallel(Feature):
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
         """The model, of which each rank has its part already, is tried on meta, and its regions are noted."""
-        size = axes.dims.tp_size
-        if size == 1:
-            raise ConfigError("sequence_parallel divides tokens among the ranks that share layers: give tp_size too.")
-        if problem := spread(model, size):
+        if axes.dims.tp_size == 1 or axes.dims.cp_size > 1:
             raise ConfigError(
-                f"{type(model).__name__} cannot be trained with sequence_parallel: {problem}. Leave it out; tp_size "
-                "works without."
+                f"sequence_parallel divides tokens among ranks that share layers, and here is {axes.dims}. Give tp_size "
+                "above 1 and no cp_size, or leave sequence_parallel out."
             )
+        note_regions(model, axes.dims.tp_size)
         Chosen.put(model, features=Chosen.of(model).features | {"sequence_parallel"})
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Undo]:
         """Rows are cut and joined."""
         mesh = sharding.axes.groups["tp"]
-        tokens = Tokens(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        tokens = Tokens(mesh.get_local_rank(), mesh.size(), mesh.get_group())
         yield from hooks_of_tokens(model, tokens, whole_layers=sharding.compile is not None)
 
 
@@ -188,21 +184,26 @@ FEATURE = SequenceParallel()
 # ---- finding ----
 
 
-def spread(model: Any, size: int) -> str:
-    """Note the regions of a divided model that so many ranks share, tried on meta; the reason where there are none."""
-    if (decoder := _decoder(model)) is None:
-        return "it is not a decoder of transformers alone"
-    blocks = _blocks(decoder)
-    if any(parameter is not None for parameter in decoder._parameters.values()) or not blocks:
-        return "no stack of blocks was found in its decoder, or it has weights of its own next to them"
-    problem = ""
-    for regions in ([each for block in blocks for each in _regions(block)], blocks):
+def note_regions(model: Any, size: int) -> None:
+    """Note the regions of a model whose layers so many ranks share: it is tried on meta. Nothing is communicated.
+
+    Raises:
+        ConfigError: it does not run so.
+    """
+    decoder = _decoder(model)
+    blocks = [] if decoder is None else _blocks(decoder)
+    problem = "it is not a decoder of transformers alone, or has no stack of blocks"
+    if blocks and any(parameter is not None for parameter in decoder._parameters.values()):
+        blocks, problem = [], "its decoder has weights of its own, next to its blocks"
+    for regions in ([each for block in blocks for each in _regions(block)], blocks) if blocks else ():
         for module in decoder.modules():
             Spread.put(module, is_region=module in regions, ends_region=False, sees_own=False)
         if not (tried := _tried(model, size)):
-            return ""
-        problem = problem or tried
-    return problem
+            return
+        problem = tried if regions is not blocks else problem
+    raise ConfigError(
+        f"sequence_parallel is not for {type(model).__name__}: {problem}. Leave it out; tp_size works without it."
+    )
 
 
 def _decoder(model: Any) -> Any:
@@ -221,8 +222,8 @@ def _blocks(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _regions(block: nn.Module) -> list[nn.Module]:
-    """The modules of a block that compute with divided layers, or read other tokens; the block itself where its own code
-    calls a divided layer."""
+    """The modules of a block that compute with divided layers, or read other tokens; the block itself where its own
+    code calls a divided layer."""
     found, children, readers = [], [*block.children()], {module for module, _ in find_readers(block, 1)}
     while children:
         child = children.pop()
@@ -244,15 +245,16 @@ def _tried(model: nn.Module, size: int) -> str:
     """Why a model does not run with these regions on meta; "" if it does, and what is known of its layers is noted."""
     twin: Any = copy_on_meta(model)
     names = {module: name for name, module in twin.named_modules()}
-    tokens, decoder = Tokens(None, 0, size), _decoder(twin)
-    seen = _Seen(_blocks(decoder)[0], decoder)
+    tokens, decoder = Tokens(0, size), _decoder(twin)
+    seen = _Seen(_blocks(decoder)[0])
     try:
         for module in twin.modules():
             install_style(module)
             if Divided.of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
                 module.forward = lambda hidden, *routing: hidden
-        install(twin, hooks_of_tokens(twin, tokens))
         seen.watch(twin)
+        install(twin, hooks_of_tokens(twin, tokens))
+        decoder.register_forward_hook(seen.end)
         with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
             run_on_meta(twin, 4 * size)
     except Exception as error:
@@ -269,11 +271,12 @@ def _tried(model: nn.Module, size: int) -> str:
 class _Seen:
     """What a model that is tried does with its tokens."""
 
-    def __init__(self, first_block: nn.Module, decoder: nn.Module) -> None:
-        self._first, self._decoder = first_block, decoder
+    def __init__(self, first_block: nn.Module) -> None:
+        self._first = first_block
         self._is_between = self._is_in_region = False  # the first block and the decoder's end
-        self._sums: Any = None  # of a layer, the latest
-        self._summing: Any = None
+        self._sums: Any = None  # what the latest layer with sums over ranks gave
+        self._summing: Any = None  # that layer
+        self._written = 0  # how often that was written to
         self.own: list[nn.Module] = []
         """Modules with weights, outside regions, that run on own tokens."""
         self.ends: list[nn.Module] = []
@@ -282,7 +285,7 @@ class _Seen:
         """Tokens of what the decoder gives."""
 
     def watch(self, model: nn.Module) -> None:
-        """Look at all modules of a model, after its hooks."""
+        """Look at all modules of a model, and at what regions give before it is cut."""
         for module in model.modules():
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after)
@@ -297,15 +300,25 @@ class _Seen:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         first = _first_of(output)
         if _style_of(module) == "rowwise" and isinstance(module, nn.Linear):
-            self._sums, self._summing = first, module
+            self._sums, self._summing, self._written = first, module, first._version
         if Spread.of(module).is_region:
             self._is_in_region = False
-        if module is self._decoder:
-            self._is_between, self.length = False, first.shape[1]
+            if first is not None and first is self._sums and first._version == self._written:
+                self.ends.append(self._summing)
+
+    def end(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        """Look at what the decoder gives, after its hooks."""
+        self._is_between, self.length = False, _first_of(output).shape[1]
 
 
 def _first_of(output: Any) -> Any:
-    return next(iter(output.values())) if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else output
+    return (
+        next(iter(output.values()))
+        if isinstance(output, Mapping)
+        else output[0]
+        if isinstance(output, tuple)
+        else output
+    )
 
 
 def _style_of(module: nn.Module) -> str:
@@ -343,19 +356,25 @@ def hooks_of_tokens(model: Any, tokens: Tokens, *, whole_layers: bool = False) -
             yield _Instead(module, partial(_run_to_own, module=module, tokens=tokens))
 
 
+class _Around(partial[Any]):
+    """A forward pass with something around it."""
+
+
 class _Instead:
     """Runs something around a module's own forward pass, until it is removed."""
 
     def __init__(self, module: Any, run: Callable[..., Any]) -> None:
         self._module = module
-        self._former = module.__dict__.get("forward")
-        module.forward = partial(run, module.forward)
+        own = module.__dict__.pop("forward", None)
+        self._former = own.args[0] if isinstance(own, _Around) else own  # this module is a copy of one with it
+        if getattr(self._former, "__func__", None) is type(module).forward:
+            self._former = None
+        module.forward = _Around(run, self._former or module.forward)
 
     def remove(self) -> None:
         """Give the module its own forward pass back."""
-        if self._former is None:
-            del self._module.forward
-        else:
+        del self._module.forward
+        if self._former is not None:
             self._module.forward = self._former
 
 
@@ -405,7 +424,7 @@ def _after_region(module: nn.Module, args: object, output: Any, *, tokens: Token
     if isinstance(output, tuple):
         return type(output)(_after_region(module, args, each, tokens=tokens) for each in output)
     if isinstance(output, torch.Tensor) and output.dim() == 2 and output.shape[0] % tokens.length == 0:  # of all rows
-        return _cut(output.unflatten(0, (-1, tokens.length)), tokens, False).flatten(0, 1)
+        return _cut(output.view(-1, tokens.length, output.shape[1]), tokens, False).flatten(0, 1)
     return _cut(output, tokens, False) if _is_of_tokens("", output, tokens.length) else output
 
 
@@ -420,7 +439,7 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, tokens: Tok
             return tuple(map(whole, value))
         return _join(value, tokens)[0] if _is_of_tokens("", value, length) else value
 
-    if not isinstance(output, Mapping):
+    if not isinstance(output, MutableMapping):
         return whole(output)
     for name, value in [*output.items()]:
         output[name] = whole(value)
@@ -432,10 +451,9 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, tokens: Tok
 
 def _run_on_own(inner: Any, *args: Any, module: nn.Module, tokens: Tokens, **kwargs: Any) -> Any:
     """Run a module whose weights see own tokens: their gradients are summed over the ranks."""
-    if not tokens.is_cut or not isinstance(tokens.group, dist.ProcessGroup):
+    if not tokens.is_cut:
         return inner(*args, **kwargs)
-    summed = partial(_AllReduceBackward.apply, process_group=tokens.group)
-    return with_summed_gradients(inner, *args, module=module, summed=summed, **kwargs)
+    return with_summed_gradients(inner, *args, module=module, summed=tokens.summed_back, **kwargs)
 
 
 def _run_on_parts(inner: Any, rows: torch.Tensor, *args: Any, module: Any, **kwargs: Any) -> Any:
@@ -458,7 +476,4 @@ def _run_to_own(inner: Any, rows: torch.Tensor, *args: Any, module: Any, tokens:
     finally:
         if bias is not None:
             module._parameters["bias"] = bias
-    if bias is None:
-        return own
-    whole = bias.to_local() if isinstance(bias, DTensor) else bias
-    return own + (_AllReduceBackward.apply(whole, tokens.group) if isinstance(tokens.group, dist.ProcessGroup) else whole)
+    return own if bias is None else own + tokens.summed_back(bias.to_local() if isinstance(bias, DTensor) else bias)

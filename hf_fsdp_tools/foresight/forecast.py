@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.axes import product, size_names
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.sequence_parallel import note_regions
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
@@ -156,6 +157,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     plan = plan_with_adapters(base, setup.policy)
     if is_divided:
         cut_parts(model)
+    if setup.sequence_parallel:
+        note_regions(base, setup.tp_size)
     if setup.wrapping != "hybrid":
         sizes: Any = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}
         plan = replace(plan, units=(replace(plan.units[-1], reason="the whole model in one unit", **sizes),))

@@ -67,6 +67,7 @@ class TrainingSetup(OfAxes):
     dp_replicate_size: int = 1  #: Copies of the sharded model (HSDP)
     cp_size: int = 1  #: GPUs that share each row (context parallelism), neighbours; weights are sharded over them too
     tp_size: int = 1  #: GPUs that share each layer, and the rows (tensor parallelism), neighbours
+    sequence_parallel: bool = False  #: Between layers that GPUs share (`tp_size`), each holds its own tokens alone
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
     per_device_train_batch_size: int = 1
     """Sequences per micro-step and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)."""
@@ -142,6 +143,8 @@ class TrainingSetup(OfAxes):
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
+        if self.sequence_parallel and self.tp_size == 1:
+            raise ConfigError("sequence_parallel divides tokens among GPUs that share layers; give tp_size, such as 8.")
         if self.wrapping == "none" and (self.offload_params or self.shares):
             names = ", ".join(("offload_params", *size_names(*SHARING)))
             raise ConfigError(f"{names} need FSDP; leave them or wrapping='none' out.")

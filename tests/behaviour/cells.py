@@ -21,13 +21,14 @@ REFUSED: dict[frozenset[str], str] = {
     **{frozenset({base, "FP8"}): "has no plain linear layer in its blocks that can be converted" for base in PACKED},
     **{
         frozenset({division, "adapter merged"}): "cannot merge adapters into layers or experts that ranks share"
-        for division in ("tp", "ep", "tp and ep")
+        for division in ("tp", "sequence parallelism", "ep", "tp and ep")
     },
     **{
         frozenset({"4-bit base", division}): "is flattened before bitsandbytes packs it, so ranks cannot share it"
-        for division in ("tp", "tp and ep")
+        for division in ("tp", "sequence parallelism", "tp and ep")
     },
     frozenset({"encoder-decoder", "tp"}): "has no tp_plan for tp_size 2",
+    frozenset({"encoder-decoder", "sequence parallelism"}): "has no tp_plan for tp_size 2",
     frozenset({"encoder-decoder", "cp"}): "it is not a decoder of transformers alone",
 }
 """Words of the one line that a user gets who asks for these together."""

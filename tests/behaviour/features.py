@@ -30,6 +30,11 @@ def _stored(kind: str) -> Maker:
     return lambda layout: replace(layout, stored=kind, is_adapter=True)
 
 
+def _spread(layout: Layout) -> Layout:
+    asked = {"enable_sequence_parallel": True}
+    return replace(_with(distributed_config=asked)(layout), ranks=2, dims={"tp_size": 2})
+
+
 def _with(**options: object) -> Maker:
     return lambda layout: replace(layout, options={**layout.options, **options})
 
@@ -64,6 +69,7 @@ AXES: dict[str, dict[str, Maker]] = {
         "one rank": _divided(1),
         "HSDP": _divided(4, dp_replicate_size=2),
         "tp": _divided(2, tp_size=2),
+        "sequence parallelism": _spread,
         "ep": _divided(2, ep_size=2),
         "tp and ep": _divided(2, tp_size=2, ep_size=2),
         "cp": _divided(2, cp_size=2),

@@ -3,6 +3,7 @@ not know of it; and loader, Trainer and the names of a mesh agree on who shares 
 
 import os
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import cycle
@@ -47,6 +48,7 @@ from tests._checkpoints import (
     tiny_config,
 )
 from tests._dist import named, run_cases, run_ranks
+from tests._noted import Operators
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.api import Held, all_ranks, clip_norm, patched
 from tests.ranks.test_save import files_in, save_both_ways
@@ -208,6 +210,49 @@ def logits_stay_in_parts(parent):
         make_accelerator(cpu=True, fsdp_plugin=FSDPPlugin(ep_size=3))
 
 
+KINDS_OF_EXCHANGE = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+OWN_TOKENS = {"distributed_config": {"enable_sequence_parallel": True}}
+
+
+def own_tokens_lie_between_layers(parent):
+    """Blocks and norms take a rank's tokens alone; layers, heads and whoever asks for hidden states get whole rows. Of
+    the sums of layers and their gradients, parts are exchanged. Rows of odd length stay whole."""
+    folder, dims = folder_of("llama", parent), PAIRS[0]
+    _, mine = rows(dims, 0)
+    seen: dict[str, set[int]] = {}
+    exchanged: list[Counter[str]] = []
+    for options in ({}, OWN_TOKENS):
+        model = from_pretrained(folder, mesh=dims, **QUIET, **options).train()
+        exchanged.append(Counter())
+        with Operators(lambda operator, *_, noted=exchanged[-1]: noted.update([operator.name()]) or 0):
+            model(input_ids=mine, labels=mine, use_cache=False).loss.backward()
+
+    def note(module, args, *, name):
+        seen.setdefault(name.rpartition(".")[2], set()).update(each.shape[1] for each in args[:1])
+
+    for name, module in model.model.named_modules():
+        module.register_forward_pre_hook(partial(note, name=name))
+    model(input_ids=mine, labels=mine, use_cache=False)
+    length, blocks = mine.shape[1], model.config.num_hidden_layers
+    norms = ("input_layernorm", "post_attention_layernorm", "norm")
+    assert [seen[name] for name in norms] == [{length // 2}] * 3
+    assert seen["q_proj"] == seen["down_proj"] == {length}
+    of_whole, of_own = ({kind: noted[f"_c10d_functional::{kind}"] for kind in KINDS_OF_EXCHANGE} for noted in exchanged)
+    joins = 4 * blocks  # of two regions, forward and backward; and of what is embedded, and of the decoder's end
+    assert of_own["reduce_scatter_tensor"] == joins and of_own["all_gather_into_tensor"] == joins + 2
+    assert of_whole["all_reduce"] - of_own["all_reduce"] == 7 * blocks  # of as many divided layers
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for given in (mine, mine[:, :-1]):
+        found = model(input_ids=given, output_hidden_states=True, use_cache=False).hidden_states
+        expected = plain(input_ids=given, output_hidden_states=True).hidden_states
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert seen["input_layernorm"] == {length // 2, length - 1}
+    for layout in ({}, {"cp_size": 2}):
+        said = refusal(lambda of=layout: from_pretrained(folder, mesh=ParallelDims(**of), **OWN_TOKENS))
+        assert "Give tp_size above 1 and no cp_size" in said
+
+
 def asked_as_transformers_does(parent):
     from transformers.distributed import DistributedConfig
 
@@ -249,6 +294,13 @@ def in_public_steps(parent):
 
 def test_two_ranks_train_as_one_process(tmp_path):
     run_ranks(partial(layout_trains, **OPTIONS[0]), 2, *KINDS[2][0], tmp_path)
+
+
+def test_two_ranks_with_own_tokens_train_as_one_process(tmp_path):
+    """Attention that is whole on every rank, layers with biases, experts, and vectors of all rows."""
+    kinds = ("deepseek_v3", "gpt_oss", "llama4_text")
+    cases = {kind: partial(layout_trains, kind, PAIRS[0], tmp_path, **OWN_TOKENS) for kind in kinds}
+    run_ranks(run_cases, 2, cases | {"bytes": partial(own_tokens_lie_between_layers, tmp_path)})
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from hf_fsdp_tools.axes import AXES
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.extensions.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.extensions.muon.matrices import sizes_of_matrices
+from hf_fsdp_tools.extensions.sequence_parallel import Tokens, hooks_of_tokens
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.delta_rule import as_kernels
@@ -188,6 +189,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         chunk_loss(model, recorder)
     if setup.cp_size > 1:
         hooks += follow_rows(base_of(model), setup.cp_size)
+    if setup.sequence_parallel:
+        hooks += hooks_of_tokens(base_of(model), Tokens(0, setup.tp_size), whole_layers=setup.compile)
     install(model, hooks)
     if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:  # where logits are made …
         head.register_forward_pre_hook(lambda *_: setattr(recorder, "in_loss", True))
