@@ -41,7 +41,7 @@ _SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 _BATCH = "per_device_train_batch_size"
 SEARCHED = (
     _BATCH, "gradient_accumulation_steps", AGAIN, EVERY, ON_HOST, KEPT, *_SHARDING, *(axis.size for axis in _TRIED),
-    "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params", "compile",
+    "sequence_parallel", "load_in_4bit", "dequantize", "master_dtype", "optimizer", "offload_params", "compile",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
 LONG = 32_768  # Tokens per sequence from which rows are shared where that is faster. (assumed: attention takes most)
@@ -162,13 +162,20 @@ class Search:
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for, compiled; then with weights, or optimizer, that take less."""
         setup, is_bf16 = self.setup, self.setup.mixed_precision == "bf16"
-        setup = setup if "compile" in self.fixed else replace(setup, compile=True)
+        setup = self._spread(setup if "compile" in self.fixed else replace(setup, compile=True))
         yield setup
         if setup.lora_r is not None:
             if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
                 yield replace(setup, load_in_4bit=True)
         elif setup.optimizer == "adamw" and is_bf16 and not self.fixed & {"master_dtype", "optimizer"}:
             yield replace(setup, master_dtype="bf16", optimizer="adamw_8bit")
+
+    def _spread(self, setup: TrainingSetup) -> TrainingSetup:
+        """The setting in which GPUs that share layers hold their own tokens between these, if the model can have it."""
+        if setup.tp_size == 1 or "sequence_parallel" in self.fixed or self.cost(setup) is None:
+            return setup
+        spread = replace(setup, sequence_parallel=True)
+        return setup if self.cost(spread) is None else spread
 
     def explore(self, base: TrainingSetup, *, on_host: bool = False, again: tuple[bool, ...] = ()) -> bool:
         """Price what may be fastest, but for what cannot fit or be faster; return whether the model can have such."""
@@ -260,7 +267,7 @@ class Search:
         for size in (2**power for power in range(1, most.bit_length())):
             before, degree = self.best(), {name: size}
             try:
-                is_possible = self.explore(replace(base, **degree), again=again)
+                is_possible = self.explore(self._spread(replace(base, **degree)), again=again)
             except FSDPToolsError:  # degrees that do not divide the GPUs, or the batch
                 return
             after, is_last = self.best(), not crosses or size > base.gpus_per_node
