@@ -29,9 +29,15 @@ from hf_fsdp_tools.extensions.float8 import import_torchao
 from hf_fsdp_tools.extensions.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies, strategy_name, warn_on_node
+from hf_fsdp_tools.integrations.settings import (
+    SETTINGS,
+    VARIABLES,
+    is_by_launcher,
+    read_strategies,
+    strategy_name,
+    warn_on_node,
+)
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import UnitPredicate, WrapPolicy, matching_nodes, nearest_names

@@ -11,10 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
-from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.integrations.settings import SETTINGS, TRAINING_KEYS, warn_on_node
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
