@@ -136,6 +136,7 @@ GENERAL = [*takewhile(lambda name: name not in size_names(), DEFAULTS)]
 DEGREES = [*(name for name in size_names() if name in DEFAULTS and name != "ep_size"), "dp_shard_size"]
 """What a file has in its section `parallelism_config`."""
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "reshard_after_forward": {"kind": str},  # a strategy of FSDP1 too
     "fsdp_version": {"key": "fsdp_version", "variable": "FSDP_VERSION", "training": ("version",)},
     "offload_params": {"argument": "cpu_offload", "training": ("offload_params", "cpu_offload")},
     "transformer_layer_cls_to_wrap": {
@@ -145,7 +146,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 SETTINGS = (
     *(
-        _setting(name, field=name, kind=KINDS[name], **_EXCEPTIONS.get(name, {}))
+        _setting(name, **{"field": name, "kind": KINDS[name]} | _EXCEPTIONS.get(name, {}))
         for name in DEFAULTS
         if name not in GENERAL + DEGREES
     ),
@@ -164,6 +165,7 @@ SETTINGS = (
 OWN_KEYS = ("fsdp_ep_size", "fsdp_activation_checkpointing_every_n_layers", "fsdp_activation_checkpointing_save_ops")
 """Keys of this package, which `accelerate launch` drops: their variables are set for it, as `hf-fsdp RECIPE` does."""
 
+ARGUMENTS = {row.argument: row for row in SETTINGS if row.argument}
 VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
 YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
 TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}

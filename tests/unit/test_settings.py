@@ -217,6 +217,12 @@ CASES = [
     ),
     Case(
         "activation_checkpointing_offload",
+        {"FSDP_ACTIVATION_CHECKPOINTING": "1", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "yes"},
+        lambda p: p.recompute == Recompute(offload=True),
+    ),
+    Case("use_orig_params", {"FSDP_USE_ORIG_PARAMS": "1"}, has("use_orig_params", None)),
+    Case(
+        "activation_checkpointing_offload",
         {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
         "ConfigError: activation_checkpointing_offload says how .* activation_checkpointing is off. Turn it on",
     ),
