@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
@@ -27,6 +28,7 @@ from hf_fsdp_tools.integrations.settings import (
     DEGREES,
     GENERAL,
     KINDS,
+    NEEDED_POLICY,
     YAML_KEYS,
     contradictions,
     read_strategies,
@@ -183,17 +185,18 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> 
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
     result.is_version1, before = version == "1" and word not in ("true", "false"), len(result.findings)
-    if version == "2":
-        result.say("fsdp_version", 2, "kept")
-    elif version in ("1", "None"):
-        shown = "absent" if version == "None" else "1"
-        fact = f"fsdp_version is {shown} and the keys are of old files: read as FSDP2."
-        fact = "fsdp_version is 1: deprecated in PyTorch." if result.is_version1 else fact
-        result.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
-        result.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
-    else:
+    shown, is_old = "absent" if version == "None" else version, version in ("1", "None")
+    meaning = "the launcher would take 1, deprecated in PyTorch" if is_old else "no such version is known"
+    result.say("fsdp_version", shown, "kept" if version == "2" else f"2: fully_shard; {meaning}")
+    if is_old:
+        fact = (
+            "1: deprecated in PyTorch"
+            if result.is_version1
+            else f"{shown} and the keys are of old files: read as FSDP2"
+        )
+        result.find("warning", "fsdp1", f"fsdp_version is {fact}.", "Write fsdp_version: 2.")
+    elif version != "2":
         result.fields["fsdp_version"] = values["fsdp_version"]
-        result.say("fsdp_version", version, "2: fully_shard; no such version is known")
     _strategies(values, result, machines=machines, may_copy=version != "2")
     for key, value in values.items():
         # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
@@ -201,18 +204,17 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> 
         if row is None:
             result.unknown(key, value, YAML_KEYS)
         elif row.is_old and value is not None:
-            try:
+            is_same = False
+            with suppress(ValueError):
                 is_same = read_value(row.kind, value) == row.fsdp2
-            except ValueError:
-                is_same = False
             result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
             fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
             result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
         elif row.field not in ("", "fsdp_version", "reshard_after_forward"):
             result.keep(key, value, row.field)
     if result.is_version1:  # which has what FSDP2 has not
-        own = [each for each in result.findings[before:] if each.code in ("fsdp1", "unknown-key", "wrong-value")]
-        result.findings[before:] = own
+        others = ("refused", "translated", "only-fsdp1")
+        result.findings[before:] = [each for each in result.findings[before:] if each.code not in others]
 
 
 def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any, may_copy: bool) -> None:
@@ -407,13 +409,12 @@ def _find_problems(data: Mapping[str, Any], result: Translation) -> None:
     fields["min_num_params"] = fields["min_num_params"] or usual  # some files write 0 for "not used"
     if result.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
-    processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    copies, shared = fields["dp_replicate_size"], [name for name in size_names(of_rows=True) if fields[name] != 1]
-    if shards is not None and shards * copies * math.prod(map(fields.__getitem__, shared)) != processes:
-        further = "".join(f" times {name} {fields[name]}" for name in shared)
-        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes {processes}."
-        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
-        result.find("error", "contradiction", fact, cure)
+    processes, machines = fields["num_processes"], fields["num_machines"]
+    names = ["dp_replicate_size", *(name for name in size_names(of_rows=True) if fields[name] != 1)]
+    if (shards := fields.get("dp_shard_size")) and shards * math.prod(fields[name] for name in names) != processes:
+        product = " times ".join(f"{name} {fields[name]}" for name in (names[0], "dp_shard_size", *names[1:]))
+        cure = f"Set dp_shard_size to {' / '.join(('num_processes', *names))}."
+        result.find("error", "contradiction", f"{product} is not num_processes {processes}.", cure)
     for fact, cure in contradictions(SimpleNamespace(**fields)):
         result.find("error", "contradiction", f"{fact}.", f"{cure[0].upper()}{cure[1:]}.")
     wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
@@ -433,19 +434,16 @@ def _mend(result: Translation) -> None:
         del fields["mixed_precision"]
         result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
     if fields.pop("cpu_ram_efficient_loading", False):
-        reason = "false: each rank reads its own shards, which needs less memory and time"
-        result.say("fsdp_cpu_ram_efficient_loading", True, reason)
+        meaning = "false: each rank reads its own shards, which needs less memory and time"
+        result.say("fsdp_cpu_ram_efficient_loading", True, meaning)
     if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"
         result.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
     policy = fields.get("auto_wrap_policy", "NO_WRAP")
-    needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
-    for needing, name in needs.items():
-        if not fields.get(name) or policy != needing:
-            if name in fields:
-                result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
-            fields.pop(name, None)
-            if policy == needing:
-                del fields["auto_wrap_policy"]
-                plan = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
-                result.say("fsdp_auto_wrap_policy", policy, plan)
+    for name, needing in NEEDED_POLICY.items():
+        if policy == needing and not fields.get(name):
+            del fields["auto_wrap_policy"]
+            meaning = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
+            result.say("fsdp_auto_wrap_policy", policy, meaning)
+        if (policy != needing or not fields.get(name)) and fields.pop(name, None) is not None:
+            result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")

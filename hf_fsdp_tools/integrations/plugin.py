@@ -18,7 +18,6 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
-    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -29,7 +28,6 @@ from hf_fsdp_tools.extensions.float8 import import_torchao
 from hf_fsdp_tools.extensions.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import (
     ARGUMENTS,
     VARIABLES,
@@ -40,6 +38,7 @@ from hf_fsdp_tools.integrations.settings import (
     warn_on_node,
 )
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import UnitPredicate, WrapPolicy, matching_nodes, nearest_names
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
@@ -54,15 +53,11 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
         return {}
     if isinstance(wrap, ModuleWrapPolicy):
         return _block_types(wrap._module_classes)
-    if isinstance(wrap, CustomPolicy):
-        return {"units": (_predicate(wrap._lambda_fn),)}
     if function is transformer_auto_wrap_policy:
         return _block_types(keywords.get("transformer_layer_cls") or class_names)
     if function is size_based_auto_wrap_policy:
         size = keywords.get("min_num_params") or min_num_params
         return {"min_unit_params": size} if size else {}
-    if function is lambda_auto_wrap_policy:
-        return {"units": (_predicate(keywords["lambda_fn"]),)}
     if function is _or_policy:
         together: dict[str, Any] = {}
         for part in keywords["policies"]:
@@ -75,7 +70,8 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
             f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
             "policies or a function of a module. Or give a WrapPolicy as `policy`."
         )
-    return {"units": (_predicate(wrap),)}
+    own = wrap._lambda_fn if isinstance(wrap, CustomPolicy) else keywords.get("lambda_fn", wrap)
+    return {"units": (_predicate(own),)}
 
 
 def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
@@ -360,14 +356,14 @@ def _as_policy(policy: Any, version: int) -> Any:
         raise ConfigError(
             f"mixed_precision_policy has no {', '.join(unknown)}; FSDP{version} takes {', '.join(sorted(known))}."
         )
-    values: dict[str, Any] = {n: _dtype(v) if n.endswith("dtype") else v for n, v in policy.items()}
+    values = {n: as_dtype(v, f"mixed_precision_policy's {n}") if n.endswith("dtype") else v for n, v in policy.items()}
     return kind(**values)
 
 
 def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
     if name == "fp8":
         return _float8(version)
-    dtype = None if name in (None, "no") else _dtype(name)
+    dtype = None if name in (None, "no") else as_dtype(name, "mixed_precision_policy")
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
@@ -387,11 +383,3 @@ def _float8(version: int) -> Float8Policy:
         os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
     import_torchao()
     return Float8Policy()
-
-
-def _dtype(name: Any) -> torch.dtype | None:
-    dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp32 or fp8.")
-    return dtype

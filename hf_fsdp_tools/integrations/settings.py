@@ -166,6 +166,9 @@ OWN_KEYS = ("fsdp_ep_size", "fsdp_activation_checkpointing_every_n_layers", "fsd
 """Keys of this package, which `accelerate launch` drops: their variables are set for it, as `hf-fsdp RECIPE` does."""
 
 ARGUMENTS = {row.argument: row for row in SETTINGS if row.argument}
+NEEDED_POLICY = {"transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
+"""Settings that one `auto_wrap_policy` alone uses."""
+
 VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
 YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
 TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}

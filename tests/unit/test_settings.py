@@ -175,7 +175,7 @@ CASES = [
     Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, has("mixed_precision_policy", BF16)),
     Case("mixed_precision_policy", {"mixed_precision_policy": MIXED}, has("mixed_precision_policy", BF16)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, has("mixed_precision_policy", FP8)),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use float32, bfloat16"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
     Case("auto_wrap_policy", {"auto_wrap_policy": wrap.ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
