@@ -266,11 +266,8 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
         said = {name: self._said(f"{prefix}_{name}") for name in vars(Recompute())}
         more = as_recompute({name: value for name, value in said.items() if value is not None})
         assert more is not None
-        self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops = (
-            more.every_n_layers,
-            more.save_ops,
-        )
-        self._recompute = more
+        self._recompute, self.activation_checkpointing_save_ops = more, more.save_ops
+        self.activation_checkpointing_every_n_layers = more.every_n_layers
         for name in (f"{prefix}_{name}" for name, usual in vars(Recompute()).items() if getattr(more, name) != usual):
             if self._said(prefix) is not True:
                 raise ConfigError(

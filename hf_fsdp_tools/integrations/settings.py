@@ -243,7 +243,7 @@ def read_strategies(values: Iterable[Any], *, may_copy: bool) -> tuple[bool, boo
 
 def is_set(variable: str) -> bool:
     """Whether an environment variable of Accelerate is switched on."""
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+    return os.environ.get(variable, "").lower() in _TRUE
 
 
 def is_by_launcher() -> bool:
@@ -275,7 +275,7 @@ def _type_problems(config: Any) -> Iterator[tuple[str, str]]:
         value, least = getattr(config, name), 0 if name == "machine_rank" else 1
         if isinstance(kind, tuple) and value not in kind:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, kind))}"
-        if kind is int and DEFAULTS.get(name) is not None and (type(value) is not int or value < least):
+        if kind is int and DEFAULTS.get(name, 1) is not None and (type(value) is not int or value < least):
             yield f"{name} is {value!r}", f"use a whole number from {least}"
     port = config.main_process_port
     if port is not None and (type(port) is not int or not 0 <= port < 2**16):
