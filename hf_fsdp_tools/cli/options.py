@@ -314,6 +314,8 @@ def _image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
+COMPUTES = {"no": "fp32", "fp8": "bf16"}
+"""The dtype as which estimates count a mixed precision of another name."""
 FLOAT8 = "estimated as bf16, which gathers more and multiplies more slowly"
 """What estimates make of FP8."""
 
@@ -325,8 +327,8 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     known = {each.name for each in fields(with_degrees(TrainingSetup))}
     values = {name: value for name, value in vars(options).items() if name in known and value is not None}
-    if (precision := values.get("mixed_precision")) in ("no", "fp8"):
-        values["mixed_precision"] = "fp32" if precision == "no" else "bf16"
+    if (precision := values.get("mixed_precision")) in COMPUTES:
+        values["mixed_precision"] = COMPUTES[precision]
     if options.lora_r is None:
         refuse(options, ("lora_target_modules", "lora_dropout"), "is for an adapter: add --lora-r, such as 16")
     else:
