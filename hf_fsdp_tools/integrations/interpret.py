@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -257,13 +258,6 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
 
 # ---- DeepSpeed ----
 
-_ACCELERATES_NAMES = {
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-}
-"""Keys of Accelerate's section `deepspeed_config` by DeepSpeed's own."""
-
 _ARGUMENTS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -280,14 +274,14 @@ _SHARDED = "weights are sharded, "
 _GATHERED: _Meaning = ("reshard_after_forward", False, f"false: {_SHARDED}and gathered from forward to backward")
 _FREED: _Meaning = ("reshard_after_forward", True, f"true: {_SHARDED}units are freed after their forward")
 _ON_HOST: _Meaning = ("offload_params", True, "true: shards, gradients and optimizer state, to host memory")
-_MEANINGS: dict[str, dict[str, _Meaning]] = {
-    "zero_optimization.stage": {**dict.fromkeys("012", _GATHERED), "": _FREED},
-    "offload_optimizer.device": {"cpu": _ON_HOST, "nvme": _ON_HOST},
-    "offload_param.device": {"cpu": _ON_HOST, "nvme": _ON_HOST},
-    "bf16.enabled": {"True": ("mixed_precision", "bf16", "bf16")},
-    "fp16.enabled": {"True": ("mixed_precision", "fp16", "fp16")},
+_DEVICES = ("offload_optimizer.device", "offload_param.device", "offload_optimizer_device", "offload_param_device")
+_MEANINGS: dict[tuple[str, ...], dict[str, _Meaning]] = {
+    ("zero_optimization.stage", "zero_stage"): {**dict.fromkeys("012", _GATHERED), "": _FREED},
+    _DEVICES: {"cpu": _ON_HOST, "nvme": _ON_HOST},
+    ("bf16.enabled",): {"True": ("mixed_precision", "bf16", "bf16")},
+    ("fp16.enabled",): {"True": ("mixed_precision", "fp16", "fp16")},
 }
-"""A field of LaunchConfig, its value and a sentence, by the end of DeepSpeed's key and its value; "" is any other."""
+"""A field, its value and a sentence, by ends of keys of DeepSpeed and of Accelerate, and the value; "" is any other."""
 
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
@@ -299,8 +293,7 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
 def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) -> None:
     """Interpret DeepSpeed's JSON, or Accelerate's section, which may point to one."""
     for key, value in _flat(section):
-        name = _ACCELERATES_NAMES.get(key, key)
-        meanings = next((meanings for end, meanings in _MEANINGS.items() if name.endswith(end)), None)
+        meanings = next((meanings for end, meanings in _MEANINGS.items() if key.endswith(end)), None)
         if key == "deepspeed_config_file":
             result.say(key, value, "read, see below")
             _deepspeed(_read_json(folder, str(value)), result, folder)
@@ -309,12 +302,12 @@ def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) ->
             result.say(key, value, f"{'' if field == 'mixed_precision' else 'fsdp_'}{field} {sentence}")
         elif meanings is not None:
             result.say(key, value, "so without it too")
-        elif name in _ARGUMENTS:
-            result.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
-            if value != "auto" and name != "optimizer.type":
-                result.arguments[_ARGUMENTS[name]] = str(value)
+        elif key in _ARGUMENTS:
+            result.say(key, value, f"--{_ARGUMENTS[key]} of the script: no launch file holds it")
+            if value != "auto" and key != "optimizer.type":
+                result.arguments[_ARGUMENTS[key]] = str(value)
         else:
-            names = ("zero_optimization", "stage", "bf16", "fp16", "optimizer", *_ACCELERATES_NAMES, *_ARGUMENTS)
+            names = ("zero_optimization", "bf16", "fp16", "optimizer", *chain(*_MEANINGS), *_ARGUMENTS)
             known = {name.rpartition(".")[2] for name in names}
             nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
             result.say(key, value, f"left out: means nothing here{nearest}")
