@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
@@ -31,6 +30,7 @@ from hf_fsdp_tools.integrations.settings import (
     KINDS,
     NEEDED_POLICY,
     YAML_KEYS,
+    as_setting,
     contradictions,
     read_strategies,
     read_value,
@@ -205,9 +205,7 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> 
         if row is None:
             result.unknown(key, value, YAML_KEYS)
         elif row.is_old and value is not None:
-            is_same = False
-            with suppress(ValueError):
-                is_same = read_value(row.kind, value) == row.fsdp2
+            is_same = as_setting(row, value) == row.fsdp2
             result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
             fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
             result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")

@@ -31,9 +31,9 @@ from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.settings import (
     ARGUMENTS,
     VARIABLES,
+    as_setting,
     is_by_launcher,
     read_strategies,
-    read_value,
     strategy_name,
     warn_on_node,
 )
@@ -254,11 +254,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
         if value is None or (row.kind is int and value == 0):
             text = os.environ.get(row.variable or "", "none")
             value = None if text.lower() in ("", "none") else text
-        value = getattr(value, "name", value)
-        try:
-            return read_value(row.kind, value) if isinstance(value, str) else value
-        except ValueError:
-            return value
+        return as_setting(row, value)
 
     def _read_recompute(self) -> None:
         """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""

@@ -9,6 +9,7 @@ of each.
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -193,6 +194,14 @@ def read_value(kind: Any, value: Any) -> Any:
         return word
     names = {bool: "true or false", int: "a whole number", str: "text"}
     raise ValueError(f"one of {', '.join(kind)}" if isinstance(kind, tuple) else names[kind])
+
+
+def as_setting(row: Setting, value: Any) -> Any:
+    """A value of a setting, from any source, as the table has it; what is of another kind stays as it is."""
+    value = getattr(value, "name", value)  # of an enum
+    with suppress(ValueError):
+        return read_value(row.kind, value) if isinstance(value, str | int) else value
+    return value
 
 
 _TRUE, _FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")

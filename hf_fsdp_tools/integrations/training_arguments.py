@@ -13,7 +13,7 @@ from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
-from hf_fsdp_tools.integrations.settings import ARGUMENTS, TRAINING_KEYS, warn_on_node
+from hf_fsdp_tools.integrations.settings import ARGUMENTS, TRAINING_KEYS, as_setting, warn_on_node
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
@@ -47,9 +47,9 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     if "state_dict_type" not in config:
         arguments.pop("state_dict_type", None)
     for key, value in config.items():
-        name = TRAINING_KEYS[key].argument
-        if name and value is not None and (name not in arguments or key == "offload_params"):
-            arguments[name] = value == "true" if value in ("true", "false") else value
+        row = TRAINING_KEYS[key]
+        if row.argument and value is not None and (row.argument not in arguments or key == "offload_params"):
+            arguments[row.argument] = as_setting(row, value) if row.kind is bool else value
     return arguments
 
 

@@ -288,6 +288,8 @@ def test_training_arguments_are_read_or_refused(tmp_path):
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT, "not transformers' FULL, which nobody asked for"
     full = FSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
     assert full.state_dict_type == StateDictType.FULL_STATE_DICT
+    texts = arguments_of(tmp_path, {"offload_params": "False", "activation_checkpointing_offload": "yes"})
+    assert texts["cpu_offload"] is False and texts["activation_checkpointing_offload"] is True, "as the launcher has it"
     with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\? xla: FSDP on TPUs"):
         arguments_of(tmp_path, {"ofload_params": True, "xla": True})
     args = TrainingArguments(output_dir=str(tmp_path), fsdp_config={"version": 2}, use_cpu=True)
