@@ -6,8 +6,8 @@
 
 Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block after it becomes the command and its output.
 Names of the hub stand for configurations in `models.py` of the same last part: no network is needed. Below
-`<!-- commands: recipes -->` stand the commands of all recipes; below `<!-- settings -->` a table whose rows get all names
-of their settings, by one that they have, and keep their last cell.
+`<!-- commands: recipes -->` stand the commands of all recipes; below `<!-- settings -->` a table, whose rows get all
+names of their settings, by one that they have, and keep their last cell.
 
 Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
 -n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
