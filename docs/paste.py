@@ -6,7 +6,8 @@
 
 Where a document says `<!-- prints: hf-fsdp plan NAME … -->`, the block after it becomes the command and its output.
 Names of the hub stand for configurations in `models.py` of the same last part: no network is needed. Below
-`<!-- commands: recipes -->` stand the commands of all recipes.
+`<!-- commands: recipes -->` stand the commands of all recipes; below `<!-- settings -->` a table, whose rows get all
+names of their settings, by one that they have, and keep their last cell.
 
 Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
 -n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
@@ -29,11 +30,13 @@ from models import CONFIGS
 
 from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.main import main as hf_fsdp
+from hf_fsdp_tools.integrations.settings import SETTINGS
 from hf_fsdp_tools.scripting.recipes import commands_of
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "records"
 _BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded|commands): (?P<command>.+?) -->\n)```\w+\n.*?```\n", re.DOTALL)
+_TABLE = re.compile(r"(<!-- settings -->\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 _PART = re.compile(r" \| (head|tail) -n (\d+)$")
 KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
 """What is kept of the log of a recorded run."""
@@ -56,12 +59,30 @@ def main() -> int:
     for path in documents:
         text = path.read_text()
         pasted = _BLOCK.sub(lambda each: each[1] + block(each["kind"], each["command"]), text)
+        pasted = _TABLE.sub(lambda each: each[1] + settings(each[2]), pasted)
         if pasted != text:
             old.append(path)
             print(f"{path.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
             if not arguments.check:
                 path.write_text(pasted)
     return int(arguments.check and bool(old))
+
+
+def settings(rows: str) -> str:
+    """The rows of the table of settings, with the names that the package has for them."""
+    lines, left = [], [*SETTINGS]
+    for row in rows.splitlines():
+        *cells, meaning = (cell.strip() for cell in row.strip("|").split("|"))
+        names = set(re.findall("`([^`]+)`", " ".join(cells)))
+        own = [each for each in left if names & {each.key, each.variable, each.argument, *each.training}]
+        left = [each for each in left if each not in own]
+        columns = zip(*(((each.key,), (each.variable,), each.training, (each.argument,)) for each in own), strict=True)
+        found = [[name for names in column for name in names if name] for column in columns]
+        cells = [", ".join(f"`{name}`" for name in column) for column in found] or cells
+        lines.append(f"| {' | '.join([*cells, meaning])} |\n".replace("|  |", "| |").replace("|  |", "| |"))
+    if left:
+        raise SystemExit(f"docs/settings.md does not say what becomes of {left}")
+    return "".join(lines)
 
 
 def block(kind: str, command: str) -> str:

@@ -47,7 +47,7 @@ NAMES = {
     "foresight.tracing.recorder": "Recorder",
     "integrations.accelerate_launch": "split_words",
     "integrations.accelerator": "ShardedAccelerator ShardedScaler adopt",
-    "integrations.config": "OWN_KEYS SETTINGS TRAINING_KEYS VARIABLES YAML_KEYS rows_of",
+    "integrations.settings": "OWN_KEYS SETTINGS TRAINING_KEYS VARIABLES YAML_KEYS",
     "integrations.model": "check_managed hand_over",
     "integrations.resume": "AVERAGES TRAINER_GLOBS _problem_of_state last_complete problem_of refuse_damage rotate "
     "using_format",

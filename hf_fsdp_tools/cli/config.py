@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.axes import size_names
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
+    COMPUTES,
     FLOAT8,
     add_json,
     add_link_options,
@@ -130,8 +130,7 @@ def _config(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{options.template} writes {template.about} next to the config: name that with --output")
     if options.cpu and options.gpu is not None:
         raise ConfigError("--cpu and --gpu: give one of them")
-    if options.output is None:
-        refuse(options, ("force",), "is for the file of --output: name it")
+    refuse(options, ("force",) * (options.output is None), "is for the file of --output: name it")
     check_writable(options.output)
     translation = None if options.source is None else LaunchConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
@@ -186,24 +185,16 @@ def _of_model(options: argparse.Namespace, config: "LaunchConfig", reasons: dict
         lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
     if config.mixed_precision == "fp8":
         lines.append(f"fp8       {FLOAT8}")
-    recomputed = (f"activation_checkpointing{each}" for each in ("", "_every_n_layers", "_offload", "_save_ops"))
-    names = [*size_names(), "reshard_after_forward", "offload_params", *recomputed]
+    names = vars(config).keys() & vars(best.setup).keys() - {"num_processes", "mixed_precision"}
     config, preset = replace(config, **{name: getattr(best.setup, name) for name in names}), None
-    script = setups.recipe_words(values)
+    start, script = ["hf-fsdp", recipe], setups.recipe_words(values)
     if options.recipe is not None and options.output is not None:
         values = setups.run_values(values, best.setup, recipe=recipe)
         allocator = EXPANDABLE.partition("=")[2] if best.expandable_bytes else ""
         preset = Preset.of(recipe, gpu_named(best.setup.gpu).name, allocator, config, values)
         script = ["--dataset_name", "DATASET"]
-    return _Answer(
-        config=config,
-        reasons=reasons,
-        lines=lines,
-        start=["hf-fsdp", recipe],
-        script=script,
-        best=best,
-        preset=preset,
-    )
+    decided: dict[str, Any] = {"config": config, "reasons": reasons, "lines": lines, "start": start, "script": script}
+    return _Answer(**decided, best=best, preset=preset)
 
 
 def _packs(options: argparse.Namespace) -> bool:
@@ -294,7 +285,7 @@ def _recommend(options: argparse.Namespace, config: "LaunchConfig", recipe: str)
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
     values = explicit_fields(options) | {"gpu": gpu_named(name).name, "num_processes": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
-    values["mixed_precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
+    values["mixed_precision"] = COMPUTES.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)
     values |= RECIPES[recipe].fields
     values |= {} if options.margin is None else {"margin": options.margin}

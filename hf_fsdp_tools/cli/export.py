@@ -12,7 +12,7 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.options import add_class_and_json, examples, parse_dtype
+from hf_fsdp_tools.cli.options import add_class_and_json, examples
 from hf_fsdp_tools.errors import FSDPToolsError, warn
 
 if TYPE_CHECKING:
@@ -78,11 +78,12 @@ def _export(options: argparse.Namespace) -> int:
 def _write(options: argparse.Namespace) -> "SaveReport":
     """Export or merge; every rank must call."""
     from hf_fsdp_tools import export_checkpoint
+    from hf_fsdp_tools.modeling.arguments import as_dtype
 
     names = ["adapter", "max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code"]
     names += ["revision", "subfolder", "carry_heads", "keep_stored_format", "force"]
     keywords = {name: value for name in names if (value := getattr(options, name)) is not None}
-    keywords |= {"dtype": parse_dtype(options.dtype), "progress": sys.stderr.isatty()}
+    keywords |= {"dtype": as_dtype(options.dtype, "--dtype"), "progress": sys.stderr.isatty()}
     with _own_warnings():
         return export_checkpoint(options.source, options.folder, **keywords)
 

@@ -10,7 +10,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,29 +26,25 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 
-def count(text: str) -> int:
-    """A whole number from 1, as a type for argparse."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
+def _typed(read: Callable[[str], Any], is_right: Callable[[Any], bool], wrong: str) -> Callable[[str], Any]:
+    """A type for argparse."""
+
+    def typed(text: str) -> Any:
+        with suppress(ValueError, KeyError):
+            if is_right(value := read(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is {wrong}")
+
+    return typed
 
 
-def amount(text: str) -> float:
-    """A number above 0, as a type for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
-
-
-def truth(text: str) -> bool:
-    """Yes or no, as a type for argparse."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
+count = _typed(int, lambda number: number >= 1, "no whole number from 1")
+amount = _typed(float, lambda number: 0 < number < math.inf, "no number above 0")
+_truth = _typed({"true": True, "false": False}.__getitem__, lambda _: True, "neither true nor false")
+_N: dict[str, Any] = {"type": count, "metavar": "N"}
+_X: dict[str, Any] = {"type": amount, "metavar": "X"}
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_FLAG: dict[str, Any] = {"action": "store_const", "const": True}  # None where it is left out
 
 
 def _width() -> int:
@@ -105,16 +101,6 @@ def refuse(options: argparse.Namespace, names: Iterable[str], reason: str) -> No
             raise ConfigError(f"{action.option_strings[0]} {reason}")
 
 
-def parse_dtype(name: str | None) -> Any:
-    """The floating-point dtype of that name; None without a name."""
-    import torch
-
-    dtype = getattr(torch, name.removeprefix("torch."), None) if name else None
-    if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"--dtype {name} is no floating-point dtype of torch; use bfloat16, float16 or float32")
-    return dtype
-
-
 def prepare_model(options: argparse.Namespace) -> dict[str, Any]:
     """Silence the libraries that build a model, say when the hub is asked, and return how the model is built."""
     import huggingface_hub
@@ -165,10 +151,8 @@ ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 
 def add_machine_options(add: Callable[..., Any], *, processes: str, gpu: str) -> None:
     """Add how many processes and machines there are and of what kind, with what is usual."""
-    about = f"number of processes over all machines, one for each GPU (default: {processes})"
-    add("--num-processes", type=count, metavar="N", help=about)
-    about = f"number of machines (default: {_GPUS_PER_MACHINE} GPUs each)"
-    add("--num-machines", type=count, metavar="N", help=about)
+    add("--num-processes", **_N, help=f"number of processes over all machines, one for each GPU (default: {processes})")
+    add("--num-machines", **_N, help=f"number of machines (default: {_GPUS_PER_MACHINE} GPUs each)")
     add("--gpu", metavar="NAME", help=f"kind of GPU, as `hf-fsdp gpus` lists them (default: {gpu})")
     about = "dtype of computation (default: bf16 on GPUs that have it)"
     add("--mixed-precision", choices=("no", "bf16", "fp16", "fp8"), help=about)
@@ -176,31 +160,29 @@ def add_machine_options(add: Callable[..., Any], *, processes: str, gpu: str) ->
 
 def add_link_options(add: Callable[..., Any]) -> None:
     """Add how fast machines and GPUs are linked."""
-    about = "network of one machine in Gbit/s, all cards together (default: as `hf-fsdp gpus` says)"
-    add("--network-gbit-s", type=amount, metavar="X", help=about)
-    about = "link between the GPUs of a machine in GB/s, as nccl-tests' bus bandwidth (default: as `hf-fsdp gpus` says)"
-    add("--link-gb-s", type=amount, metavar="X", help=about)
+    usual = "(default: as `hf-fsdp gpus` says)"
+    add("--network-gbit-s", **_X, help=f"network of one machine in Gbit/s, all cards together {usual}")
+    add("--link-gb-s", **_X, help=f"link between the GPUs of a machine in GB/s, as nccl-tests' bus bandwidth {usual}")
 
 
 def add_degrees(add: Callable[..., Any]) -> None:
     """Add the degrees of parallelism."""
     for axis in AXES:
-        add(f"--{axis.size.replace('_', '-')}", type=count, metavar="N", help=f"{axis.about} (default: 1)")
+        add(f"--{axis.size.replace('_', '-')}", **_N, help=f"{axis.about} (default: 1)")
 
 
 def add_sharding_options(add: Callable[..., Any]) -> None:
     """Add what FSDP does."""
     add_degrees(add)
-    switch = {"action": argparse.BooleanOptionalAction}
-    add("--activation-checkpointing", **switch, help="recompute activations in the backward pass: slower, less memory")
-    about = "activation checkpointing of the first of every N blocks alone"
-    add("--activation-checkpointing-every-n-layers", type=count, metavar="N", help=about)
-    about = "activation checkpointing that keeps the inputs of blocks in host memory"
-    add("--activation-checkpointing-offload", **switch, help=about)
+    recompute = "activation checkpointing"
+    add("--activation-checkpointing", **_SWITCH, help="recompute activations in the backward pass: slower, less memory")
+    add("--activation-checkpointing-every-n-layers", **_N, help=f"{recompute} of the first of every N blocks alone")
+    about = f"{recompute} that keeps the inputs of blocks in host memory"
+    add("--activation-checkpointing-offload", **_SWITCH, help=about)
     about = "operators whose results checkpointed blocks keep: matmul, attention, or torch's names"
     add("--activation-checkpointing-save-ops", type=_names, metavar="A,B", help=about)
-    add("--reshard-after-forward", **switch, help="free gathered weights until the backward pass: slower, less memory")
-    add("--offload-params", **switch, help="keep shards and optimizer state in host memory")
+    add("--reshard-after-forward", **_SWITCH, help="free gathered weights until the backward pass: slower, less memory")
+    add("--offload-params", **_SWITCH, help="keep shards and optimizer state in host memory")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -218,10 +200,10 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     typed = {name: value for name, value in typed.items() if value is not None and value != ()}
     changes = {**(file or {}), **typed}
     num, machines, is_elsewhere = changes.get("num_processes"), changes.get("num_machines"), bool(options.get("gpu"))
-    is_file_for_cpu = changes.pop("use_cpu", False)
-    if options.get("cpu") or (is_file_for_cpu and not is_elsewhere):
+    is_asked, is_file_for_cpu = options.get("cpu"), changes.pop("use_cpu", False)
+    if is_asked or (is_file_for_cpu and not is_elsewhere):
         defaults, reasons = LaunchConfig.for_machine(gpu_count=0)
-        reasons["use_cpu"] = "asked for" if options.get("cpu") else "as the file says"
+        reasons["use_cpu"] = "asked for" if is_asked else "as the file says"
     elif num and (is_elsewhere or file is not None):
         defaults, reasons = LaunchConfig.for_machine(gpu_count=num)
     else:
@@ -236,12 +218,11 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     reasons |= dict.fromkeys(changes.keys() & (file or {}).keys(), "as the file says")
     reasons |= dict.fromkeys(typed, "asked for")
     if (machines or 1) > 1:
-        for name, value, reason in (
-            ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
-            ("main_process_port", 29500, "PyTorch's usual port"),
-        ):
-            if name not in changes:
-                changes[name], reasons[name] = value, reason
+        reasons = {
+            "main_process_ip": "the launch command gives it",
+            "main_process_port": "PyTorch's usual port",
+        } | reasons
+        changes = {"main_process_ip": ANY_ADDRESS, "main_process_port": 29500} | changes
     return replace(defaults, **changes), reasons
 
 
@@ -255,9 +236,10 @@ def machines_of(num_processes: int) -> int:
     """How many machines have so many GPUs, where nobody says how many each has."""
     machines, rest = divmod(num_processes, _GPUS_PER_MACHINE)
     if machines and rest:
+        fewer = num_processes - rest
         raise ConfigError(
-            f"{num_processes} GPUs are no whole number of machines with {_GPUS_PER_MACHINE}; use "
-            f"{num_processes - rest} or {num_processes - rest + _GPUS_PER_MACHINE}, or say with --num-machines how many"
+            f"{num_processes} GPUs are no whole number of machines with {_GPUS_PER_MACHINE}; use {fewer} or "
+            f"{fewer + _GPUS_PER_MACHINE}, or say with --num-machines how many"
         )
     return max(1, machines)
 
@@ -284,17 +266,14 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `search`: finetune); if given, "
     about += "`search --output` writes one preset for it, and else a launch config"
     add("--recipe", type=partial(_recipe, names), metavar="NAME", help=about)
-    about = "sequences per GPU and micro-step"
-    add("--per-device-train-batch-size", type=count, metavar="N", help=about)
-    about = "tokens per sequence (default: 4096, or the model's most)"
-    add("--max-length", type=count, metavar="N", help=about)
-    add("--gradient-accumulation-steps", type=count, metavar="N", help="micro-steps per optimizer step")
+    add("--per-device-train-batch-size", **_N, help="sequences per GPU and micro-step")
+    add("--max-length", **_N, help="tokens per sequence (default: 4096, or the model's most)")
+    add("--gradient-accumulation-steps", **_N, help="micro-steps per optimizer step")
     about = "images in a sequence of a vision-language model (default: 1; 0: text alone)"
     add("--images", type=int, metavar="N", help=about)
     about = "size of an image (default: the one that the model was made for)"
     add("--image-size", type=_image_size, metavar="HxW", help=about)
-    about = "reduce gradients in each micro-step (default), or once after the last"
-    add("--sync-each-batch", action=argparse.BooleanOptionalAction, help=about)
+    add("--sync-each-batch", **_SWITCH, help="reduce gradients in each micro-step (default), or once after the last")
     dtypes = {"choices": ("fp32", "bf16", "fp16")}
     add("--master-dtype", **dtypes, help="dtype of the weights that are updated (default: fp32)")
     add("--reduce-dtype", **dtypes, help="dtype in which gradients are reduced (default: fp32)")
@@ -306,15 +285,15 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     add("--lora-dropout", type=float, metavar="X", help=about)
     about = "frozen models that are loaded too, in shards: a teacher, a reference"
     add("--frozen-models", type=_names, metavar="A,B", help=about)
-    add("--freeze-vision-tower", action="store_const", const=True, help="train all but the image encoder")
-    add("--load-in-4bit", action="store_const", const=True, help="base of LoRA in 4 bits (QLoRA)")
-    add("--dequantize", type=truth, metavar="BOOL", help="false: LoRA on a base as it is stored (default: true)")
+    add("--freeze-vision-tower", **_FLAG, help="train all but the image encoder")
+    add("--load-in-4bit", **_FLAG, help="base of LoRA in 4 bits (QLoRA)")
+    add("--dequantize", type=_truth, metavar="BOOL", help="false: LoRA on a base as it is stored (default: true)")
     about = "chunked loss (recipes, TRL, Liger; default for causal models) or full logits (transformers' own loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="attention kernels (default: sdpa)")
-    compiled = "compile each block (default: false; `search` compares both)"
-    add("--torch-compile", dest="compile", action=argparse.BooleanOptionalAction, help=compiled)
+    about = "compile each block (default: false; `search` compares both)"
+    add("--torch-compile", dest="compile", **_SWITCH, help=about)
 
 
 def _recipe(names: Sequence[str], text: str) -> str:
@@ -335,6 +314,8 @@ def _image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
+COMPUTES = {"no": "fp32", "fp8": "bf16"}
+"""The dtype as which estimates count a mixed precision of another name."""
 FLOAT8 = "estimated as bf16, which gathers more and multiplies more slowly"
 """What estimates make of FP8."""
 
@@ -346,16 +327,13 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     known = {each.name for each in fields(with_degrees(TrainingSetup))}
     values = {name: value for name, value in vars(options).items() if name in known and value is not None}
-    if (precision := values.get("mixed_precision")) in ("no", "fp8"):
-        values["mixed_precision"] = "fp32" if precision == "no" else "bf16"
+    if (precision := values.get("mixed_precision")) in COMPUTES:
+        values["mixed_precision"] = COMPUTES[precision]
     if options.lora_r is None:
         refuse(options, ("lora_target_modules", "lora_dropout"), "is for an adapter: add --lora-r, such as 16")
     else:
-        refuse(
-            options,
-            ("master_dtype",),
-            "is for a training of all weights, and LoRA's are fp32: leave it or --lora-r out",
-        )
+        why = "is for a training of all weights, and LoRA's are fp32: leave it or --lora-r out"
+        refuse(options, ("master_dtype",), why)
     names = _names(values.get("lora_target_modules") or "")
     if len(names) > 1 or "".join(names).isidentifier():  # of one name, anything else makes it a pattern
         values["lora_target_modules"] = names

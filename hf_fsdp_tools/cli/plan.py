@@ -13,7 +13,6 @@ from hf_fsdp_tools.cli.options import (
     check_writable,
     count,
     examples,
-    parse_dtype,
     prepare_model,
     refuse,
     write,
@@ -42,9 +41,10 @@ def add_plan(commands: Any) -> None:
 def meta_model(options: argparse.Namespace, *, dtype: str | None = None) -> Any:
     """The model that the options name, on meta."""
     keywords = prepare_model(options)
+    from hf_fsdp_tools.modeling.arguments import as_dtype
     from hf_fsdp_tools.modeling.meta import build_meta_model
 
-    return build_meta_model(options.model, dtype=parse_dtype(dtype), **keywords)
+    return build_meta_model(options.model, dtype=as_dtype(dtype, "--dtype"), **keywords)
 
 
 def _plan(options: argparse.Namespace) -> None:

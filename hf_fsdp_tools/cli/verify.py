@@ -96,8 +96,6 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
         named = {name: getattr(parallelism, name, 1) for name in size_names()}
     if options.config_file is not None:
         translation = LaunchConfig.translate_file(named_config(options.config_file))
-        if translation.refusal:
-            raise ConfigError(f"{options.config_file} has no meaning here: {translation.refusal}")
         named = dict(translation.fields)
         options.fsdp_version = options.fsdp_version or (1 if translation.is_version1 else 2)
     degrees = {name: min(named.get(name) or 1, 2) for name in size_names()}

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import OWN_KEYS
+from hf_fsdp_tools.integrations.settings import OWN_KEYS
 
 _SETTINGS = (
     "config_file", "cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -20,9 +21,20 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
 from hf_fsdp_tools.axes import size_names
-from hf_fsdp_tools.diagnostics.findings import Finding, by_severity, error, warning
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions, read_strategies, read_value
+from hf_fsdp_tools.integrations.settings import (
+    DEFAULTS,
+    DEGREES,
+    GENERAL,
+    KINDS,
+    NEEDED_POLICY,
+    YAML_KEYS,
+    as_setting,
+    contradictions,
+    read_strategies,
+    read_value,
+)
 from hf_fsdp_tools.modeling.pickles import load_yaml, read_json_object
 from hf_fsdp_tools.text import did_you_mean, first_line, kind_of_file, listed, quoted
 
@@ -56,21 +68,19 @@ class Translation:
 
     def say(self, key: str, value: Any, meaning: str) -> None:
         """Note the meaning of a key."""
-        shown = (
-            json.dumps(value) if isinstance(value, bool) else quoted(value) if isinstance(value, list | dict) else value
-        )
-        self.sentences[key] = (str(shown), meaning)
+        shown = quoted(value) if isinstance(value, list | dict) else value
+        self.sentences[key] = (json.dumps(value) if isinstance(value, bool) else str(shown), meaning)
 
     def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
         """Note a problem."""
         self.findings.append(Finding(code=code, severity=severity, fact=fact, cure=cure))
 
-    def keep(self, key: str, value: Any, kind: Any, name: str) -> None:
-        """Keep a value as a field, if it is there and of this kind."""
+    def keep(self, key: str, value: Any, name: str) -> None:
+        """Keep a value as a field, if it is there and of the field's kind."""
         if value is None or (name == "main_process_port" and value == 0):
             return
         try:
-            self.fields[name] = read_value(kind, value)
+            self.fields[name] = read_value(KINDS.get(name, int), value)
             self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
         except ValueError as expected:
             self.say(key, value, f"left out: {expected} is expected")
@@ -84,7 +94,7 @@ class Translation:
         self.find("error", "unknown-key", fact, f"This is no key{nearest}")
 
 
-# ---- one interpreter of all sections ----
+# ---- files of `accelerate launch` ----
 
 _KINDS = {
     "FSDP": "FSDP",
@@ -95,34 +105,22 @@ _KINDS = {
 }
 """The meaning of each kind of run."""
 
-_PLACES = {
-    "num_processes": int,
-    "num_machines": int,
-    "machine_rank": int,
-    "main_process_ip": str,
-    "main_process_port": int,
-    "gpu_ids": str,
-    "use_cpu": bool,
-}
-"""Keys that LaunchConfig has under the same name, and the kinds of their values."""
-
 _COMPILE = "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"
-_ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "compute_environment": ("LOCAL_MACHINE", "kept"),
-    "rdzv_backend": ("static", "static, the only one with which each machine knows its rank"),
-    "same_network": (None, "kept"),
-    "main_training_function": ("main", "left out: for TPUs only"),
-    "dynamo_config": ({}, _COMPILE),
-    "dynamo_backend": ("NO", _COMPILE),
+_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "compute_environment": (("LOCAL_MACHINE",), "kept"),
+    "rdzv_backend": (("static", ""), "static, the only one with which each machine knows its rank"),
+    "same_network": (("", {}), "kept"),
+    "main_training_function": (("main", ""), "left out: for TPUs only"),
+    "dynamo_config": (({}, ""), _COMPILE),
+    "dynamo_backend": (("NO", ""), _COMPILE),
 }
-"""Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
+_NOT_OURS: tuple[tuple[Any, ...], str] = ((False, "no", {}, []), "left out: not part of this package's files")
+"""Keys that no field holds: values about which nothing is said, and the meaning of others."""
 
 
-def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path) -> Translation:
-    """The meaning of a file's content; `keys` are the settings of section `fsdp_config`, and in `folder` lies the JSON
-    that a DeepSpeed section points to."""
-    result = Translation()
-    kind = str(data.get("distributed_type", "NO"))
+def interpret(data: Mapping[str, Any], folder: Path) -> Translation:
+    """The meaning of a file's content; in `folder` lies the JSON that a DeepSpeed section points to."""
+    result, kind = Translation(), str(data.get("distributed_type", "NO"))
     if is_deepspeed(data):
         _deepspeed(data, result, folder)
         return result
@@ -134,15 +132,14 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
     if kind in ("NO", "MULTI_CPU"):
         result.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
     result.fields |= {"num_processes": 1} if kind == "NO" else {}
-    sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
-        "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
-        "parallelism_config": _parallelism,
-        "deepspeed_config": partial(_deepspeed, folder=folder),
+    sections: dict[str, tuple[str, Callable[..., None]]] = {
+        "fsdp_config": ("FSDP", partial(_fsdp, machines=data.get("num_machines"))),
+        "parallelism_config": (kind, _parallelism),
+        "deepspeed_config": ("DEEPSPEED", partial(_deepspeed, folder=folder)),
     }
-    used = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
     known = general_keys()
     if kind == "FSDP" and "fsdp_config" not in data:
-        sections["fsdp_config"]({}, result)
+        data = {"fsdp_config": {}, **data}
     for key, value in data.items():
         if key == "distributed_type":
             result.say(key, kind, _KINDS[kind])
@@ -151,10 +148,10 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
         elif not isinstance(value or {}, Mapping):
             result.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
             result.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
-        elif used.get(key, kind) == kind:
-            sections[key](value or {}, result)
+        elif kind == (user := sections[key][0]):
+            sections[key][1](value or {}, result)
         else:
-            result.say(key, value, f"left out: distributed_type is not {used[key]}")
+            result.say(key, value, f"left out: distributed_type is not {user}")
     return result
 
 
@@ -165,15 +162,15 @@ def general_keys() -> list[str]:
 
 
 def _general(key: str, value: Any, result: Translation) -> None:
-    if key in _PLACES:
-        result.keep(key, value, _PLACES[key], key)
-    elif key == "mixed_precision" and value is not None:
-        word = "no" if value is False else str(value).lower()
-        result.fields[key] = word
+    silent, meaning = _ELSEWHERE.get(key, _NOT_OURS)
+    if key == "mixed_precision" and value is not None:
+        result.fields[key] = word = "no" if value is False else str(value).lower()
         result.say(key, value, f"mixed_precision {word}")
         if value is False:
             fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
             result.find("error", "wrong-value", fact, "Write 'no', in quotes.")
+    elif key in GENERAL:
+        result.keep(key, value, key)
     elif key == "fp8_config" and value:
         backend = str(value.get("backend", "AO") if isinstance(value, Mapping) else value)
         if backend.upper() == "AO":
@@ -181,50 +178,42 @@ def _general(key: str, value: Any, result: Translation) -> None:
         else:
             result.say(key, value, f"left out: FP8 is torchao's here, and not {backend}'s")
             result.find("error", "refused", f"The FP8 backend is {backend}.", "Write backend: AO (torchao).")
-    elif key in _ELSEWHERE:
-        usual, meaning = _ELSEWHERE[key]
-        if value not in (None, usual, "", {}):
-            result.say(key, value, meaning)
-    elif value not in (None, False, "no", {}, []):
-        result.say(key, value, "left out: not part of this package's files")
+    elif value is not None and value not in silent:
+        result.say(key, value, meaning)
 
 
-def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
+def _fsdp(section: Mapping[str, Any], result: Translation, *, machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
-    result.is_version1 = version == "1" and word not in ("true", "false")
-    if version == "2":
-        result.say("fsdp_version", 2, "kept")
-    elif version in ("1", "None"):
-        shown = "absent" if version == "None" else "1"
-        fact = f"fsdp_version is {shown} and the keys are of old files: read as FSDP2."
-        fact = "fsdp_version is 1: deprecated in PyTorch." if result.is_version1 else fact
-        result.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
-        result.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
-    else:
+    result.is_version1, before = version == "1" and word not in ("true", "false"), len(result.findings)
+    shown, is_old = "absent" if version == "None" else version, version in ("1", "None")
+    meaning = "the launcher would take 1, deprecated in PyTorch" if is_old else "no such version is known"
+    result.say("fsdp_version", shown, "kept" if version == "2" else f"2: fully_shard; {meaning}")
+    if is_old:
+        fact = (
+            "1: deprecated in PyTorch"
+            if result.is_version1
+            else f"{shown} and the keys are of old files: read as FSDP2"
+        )
+        result.find("warning", "fsdp1", f"fsdp_version is {fact}.", "Write fsdp_version: 2.")
+    elif version != "2":
         result.fields["fsdp_version"] = values["fsdp_version"]
-        result.say("fsdp_version", version, "2: fully_shard; no such version is known")
     _strategies(values, result, machines=machines, may_copy=version != "2")
     for key, value in values.items():
         # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
-        row = keys.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
+        row = YAML_KEYS.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
         if row is None:
-            result.unknown(key, value, keys)
+            result.unknown(key, value, YAML_KEYS)
         elif row.is_old and value is not None:
-            try:
-                is_same = read_value(row.kind, value) == row.fsdp2
-            except ValueError:
-                is_same = False
+            is_same = as_setting(row, value) == row.fsdp2
             result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
-            if not result.is_version1:
-                fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
-                result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
-        elif row.field in ("transformer_layer_cls_to_wrap", "activation_checkpointing_save_ops") and value is not None:
-            names = tuple(name.strip() for name in str(value).split(",") if name.strip())
-            result.fields[row.field] = names
-            result.say(key, value, "kept")
+            fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
+            result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
         elif row.field not in ("", "fsdp_version", "reshard_after_forward"):
-            result.keep(key, value, row.kind, row.field)
+            result.keep(key, value, row.field)
+    if result.is_version1:  # which has what FSDP2 has not
+        others = ("refused", "translated", "only-fsdp1")
+        result.findings[before:] = [each for each in result.findings[before:] if each.code not in others]
 
 
 def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any, may_copy: bool) -> None:
@@ -233,20 +222,18 @@ def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any
     try:
         freed, has_copies = read_strategies(strategies.values(), may_copy=may_copy)
     except ConfigError as error:
-        fact, _, cure = str(error).partition(". ")
         result.refusal = str(error)
-        if not result.is_version1:
-            result.find("error", "refused", f"{fact}.", cure)
+        fact, _, cure = result.refusal.partition(". ")
+        result.find("error", "refused", f"{fact}.", cure)
         return
     copies = int(machines or 1) if has_copies else 1
-    if copies > 1:
-        result.fields["dp_replicate_size"] = copies
+    result.fields |= {"dp_replicate_size": copies} if copies > 1 else {}
     for key, value in strategies.items():
         result.fields["reshard_after_forward"] = freed
         is_word = str(value).lower() not in ("true", "false")
         meaning = f"fsdp_reshard_after_forward {str(freed).lower()}" if is_word else "kept"
         result.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
-        if is_word and not result.is_version1:
+        if is_word:
             cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
             result.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
 
@@ -257,8 +244,8 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
             result.unknown(str(key), value, known)
-        elif name in (*size_names(), "dp_shard_size"):
-            result.keep(key, value, int, name)
+        elif name in DEGREES:
+            result.keep(key, value, name)
             if name == "dp_shard_size":
                 result.say(key, value, "follows from num_processes and the other sizes")
         elif value not in (None, 1):
@@ -268,13 +255,6 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
 
 
 # ---- DeepSpeed ----
-
-_ACCELERATES_NAMES = {
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-}
-"""Keys of Accelerate's section `deepspeed_config` by DeepSpeed's own."""
 
 _ARGUMENTS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -287,6 +267,20 @@ _ARGUMENTS = {
 }
 """Arguments of TrainingArguments by DeepSpeed's key."""
 
+_Meaning = tuple[str, Any, str]
+_SHARDED = "weights are sharded, "
+_GATHERED: _Meaning = ("reshard_after_forward", False, f"false: {_SHARDED}and gathered from forward to backward")
+_FREED: _Meaning = ("reshard_after_forward", True, f"true: {_SHARDED}units are freed after their forward")
+_ON_HOST: _Meaning = ("offload_params", True, "true: shards, gradients and optimizer state, to host memory")
+_DEVICES = ("offload_optimizer.device", "offload_param.device", "offload_optimizer_device", "offload_param_device")
+_MEANINGS: dict[tuple[str, ...], dict[str, _Meaning]] = {
+    ("zero_optimization.stage", "zero_stage"): {**dict.fromkeys("012", _GATHERED), "": _FREED},
+    _DEVICES: {"cpu": _ON_HOST, "nvme": _ON_HOST},
+    ("bf16.enabled",): {"True": ("mixed_precision", "bf16", "bf16")},
+    ("fp16.enabled",): {"True": ("mixed_precision", "fp16", "fp16")},
+}
+"""A field, its value and a sentence, by ends of keys of DeepSpeed and of Accelerate, and the value; "" is any other."""
+
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
     """Whether this is DeepSpeed's JSON: other trainers have keys of the same names, and no sections below them."""
@@ -297,29 +291,21 @@ def is_deepspeed(data: Mapping[str, Any]) -> bool:
 def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) -> None:
     """Interpret DeepSpeed's JSON, or Accelerate's section, which may point to one."""
     for key, value in _flat(section):
-        name = _ACCELERATES_NAMES.get(key, key)
+        meanings = next((meanings for end, meanings in _MEANINGS.items() if key.endswith(end)), None)
         if key == "deepspeed_config_file":
             result.say(key, value, "read, see below")
             _deepspeed(_read_json(folder, str(value)), result, folder)
-        elif name == "zero_optimization.stage":
-            is_freed = str(value) not in ("0", "1", "2")
-            result.fields["reshard_after_forward"] = is_freed
-            until = "units are freed after their forward" if is_freed else "and gathered from forward to backward"
-            result.say(key, value, f"fsdp_reshard_after_forward {str(is_freed).lower()}: weights are sharded, {until}")
-        elif name.endswith(("offload_optimizer.device", "offload_param.device")) and value in ("cpu", "nvme"):
-            result.fields["offload_params"] = True
-            result.say(key, value, "fsdp_offload_params true: shards, gradients and optimizer state, to host memory")
-        elif name in ("bf16.enabled", "fp16.enabled") and value is True:
-            result.fields["mixed_precision"] = name[:4]
-            result.say(key, value, f"mixed_precision {name[:4]}")
-        elif name.endswith(("bf16.enabled", "fp16.enabled", "offload_optimizer.device", "offload_param.device")):
+        elif meanings is not None and (meaning := meanings.get(str(value), meanings.get(""))):
+            field, result.fields[meaning[0]], sentence = meaning
+            result.say(key, value, f"{'' if field == 'mixed_precision' else 'fsdp_'}{field} {sentence}")
+        elif meanings is not None:
             result.say(key, value, "so without it too")
-        elif name in _ARGUMENTS:
-            result.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
-            if value != "auto" and name != "optimizer.type":
-                result.arguments[_ARGUMENTS[name]] = str(value)
+        elif key in _ARGUMENTS:
+            result.say(key, value, f"--{_ARGUMENTS[key]} of the script: no launch file holds it")
+            if value != "auto" and key != "optimizer.type":
+                result.arguments[_ARGUMENTS[key]] = str(value)
         else:
-            names = ("zero_optimization", "stage", "bf16", "fp16", "optimizer", *_ACCELERATES_NAMES, *_ARGUMENTS)
+            names = ("zero_optimization", "bf16", "fp16", "optimizer", *chain(*_MEANINGS), *_ARGUMENTS)
             known = {name.rpartition(".")[2] for name in names}
             nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
             result.say(key, value, f"left out: means nothing here{nearest}")
@@ -350,16 +336,15 @@ _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
 
 
-def check_file(
-    path: str | os.PathLike[str], keys: Mapping[str, Setting], defaults: dict[str, Any]
-) -> tuple[Finding, ...]:
+def check_file(path: str | os.PathLike[str]) -> tuple[Finding, ...]:
     """The findings of `LaunchConfig.check_file`, errors first."""
     data = _read(Path(path))
-    result = interpret(data, keys, Path(path).parent)
-    return by_severity([*result.findings, *_problems(data, result, defaults | result.fields)])
+    result = interpret(data, Path(path).parent)
+    _find_problems(data, result)
+    return by_severity(result.findings)
 
 
-def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
+def translate_file(path: str | os.PathLike[str]) -> Translation:
     """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
     data = _read(Path(path))
     is_launch_file = is_deepspeed(data) or "distributed_type" in data
@@ -368,7 +353,7 @@ def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) ->
             f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
             "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
         )
-    result = interpret(data, keys, Path(path).parent)
+    result = interpret(data, Path(path).parent)
     wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
     if refusal := result.refusal or next(wrong, ""):
         raise ConfigError(f"{path}: {refusal}")
@@ -394,67 +379,62 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-def _problems(data: Mapping[str, Any], result: Translation, fields: dict[str, Any]) -> Iterator[Finding]:
-    """Yield the problems of the file as a whole."""
+def _find_problems(data: Mapping[str, Any], result: Translation) -> None:
+    """Note the problems of the file as a whole."""
+    fields = DEFAULTS | dict.fromkeys(size_names(), 1) | result.fields
     if (kind := data.get("distributed_type")) != "FSDP":
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp init`."
-        yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
+        result.find("error", "not-fsdp", f"distributed_type is {kind}: no setting of FSDP is passed on.", cure)
         return
     if fields["use_cpu"] and "gpu_ids" not in result.fields:
         fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
-        yield warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
+        result.find("warning", "use-cpu", fact, 'Add gpu_ids: "", which hides the GPUs.')
     if data.get("num_processes") in (None, -1):
         fact = "num_processes is absent: the launcher stops unless it is given."
-        yield warning(code="num-processes", fact=fact, cure="Write num_processes, counted over all machines.")
+        result.find("warning", "num-processes", fact, "Write num_processes, counted over all machines.")
+    if "num_processes" not in result.fields or data["num_processes"] == -1:  # found above, or of a wrong kind
         return
     if fields["gpu_ids"] == "all" or (fields["gpu_ids"] == "" and fields["use_cpu"]):
         fields["gpu_ids"] = None
-    if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
-        fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
-    fields["min_num_params"] = fields["min_num_params"] or None  # some files write 0 for "not used"
+    usual = _MIN_NUM_PARAMS if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP" else None
+    fields["min_num_params"] = fields["min_num_params"] or usual  # some files write 0 for "not used"
     if result.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
-    if "num_processes" not in result.fields:  # found above
-        return
-    processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    copies, shared = fields["dp_replicate_size"], [name for name in size_names(of_rows=True) if fields[name] != 1]
-    if shards is not None and shards * copies * math.prod(map(fields.__getitem__, shared)) != processes:
-        further = "".join(f" times {name} {fields[name]}" for name in shared)
-        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes {processes}."
-        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
-        yield error(code="contradiction", fact=fact, cure=cure)
+    processes, machines = fields["num_processes"], fields["num_machines"]
+    names = ["dp_replicate_size", *(name for name in size_names(of_rows=True) if fields[name] != 1)]
+    if (shards := fields.get("dp_shard_size")) and shards * math.prod(fields[name] for name in names) != processes:
+        product = " times ".join(f"{name} {fields[name]}" for name in (names[0], "dp_shard_size", *names[1:]))
+        cure = f"Set dp_shard_size to {' / '.join(('num_processes', *names))}."
+        result.find("error", "contradiction", f"{product} is not num_processes {processes}.", cure)
     for fact, cure in contradictions(SimpleNamespace(**fields)):
-        yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
+        result.find("error", "contradiction", f"{fact}.", f"{cure[0].upper()}{cure[1:]}.")
     wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
     if not fields["use_cpu"] and devices < wanted:
         fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
-        yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
+        result.find("warning", "few-devices", fact, "Launch it where it belongs, or lower num_processes.")
 
 
 def _mend(result: Translation) -> None:
     """Replace fields that FSDP2 with this package does otherwise, in place."""
     fields = result.fields
-    fields.pop("fsdp_version", None)
-    fields.pop("dp_shard_size", None)
+    for name in ("fsdp_version", "dp_shard_size"):
+        fields.pop(name, None)
     if fields.get("gpu_ids") in ("all", ""):
         del fields["gpu_ids"]
-    if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
+    if (precision := fields.get("mixed_precision", "no")) not in KINDS["mixed_precision"]:
         del fields["mixed_precision"]
         result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
     if fields.pop("cpu_ram_efficient_loading", False):
-        reason = "false: each rank reads its own shards, which needs less memory and time"
-        result.say("fsdp_cpu_ram_efficient_loading", True, reason)
+        meaning = "false: each rank reads its own shards, which needs less memory and time"
+        result.say("fsdp_cpu_ram_efficient_loading", True, meaning)
     if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"
         result.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
     policy = fields.get("auto_wrap_policy", "NO_WRAP")
-    needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
-    for needing, name in needs.items():
-        if not fields.get(name) or policy != needing:
-            if name in fields:
-                result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
-            fields.pop(name, None)
-            if policy == needing:
-                del fields["auto_wrap_policy"]
-                plan = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
-                result.say("fsdp_auto_wrap_policy", policy, plan)
+    for name, needing in NEEDED_POLICY.items():
+        if policy == needing and not fields.get(name):
+            del fields["auto_wrap_policy"]
+            meaning = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
+            result.say("fsdp_auto_wrap_policy", policy, meaning)
+        if (policy != needing or not fields.get(name)) and fields.pop(name, None) is not None:
+            result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")

@@ -18,7 +18,6 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
-    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -29,10 +28,17 @@ from hf_fsdp_tools.extensions.float8 import import_torchao
 from hf_fsdp_tools.extensions.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
-from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies, strategy_name, warn_on_node
+from hf_fsdp_tools.integrations.settings import (
+    ARGUMENTS,
+    VARIABLES,
+    as_setting,
+    is_by_launcher,
+    read_strategies,
+    strategy_name,
+    warn_on_node,
+)
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
+from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import UnitPredicate, WrapPolicy, matching_nodes, nearest_names
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
@@ -47,15 +53,11 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
         return {}
     if isinstance(wrap, ModuleWrapPolicy):
         return _block_types(wrap._module_classes)
-    if isinstance(wrap, CustomPolicy):
-        return {"units": (_predicate(wrap._lambda_fn),)}
     if function is transformer_auto_wrap_policy:
         return _block_types(keywords.get("transformer_layer_cls") or class_names)
     if function is size_based_auto_wrap_policy:
         size = keywords.get("min_num_params") or min_num_params
         return {"min_unit_params": size} if size else {}
-    if function is lambda_auto_wrap_policy:
-        return {"units": (_predicate(keywords["lambda_fn"]),)}
     if function is _or_policy:
         together: dict[str, Any] = {}
         for part in keywords["policies"]:
@@ -68,7 +70,8 @@ def _settings(wrap: Any, class_names: tuple[str, ...], min_num_params: int) -> d
             f"auto_wrap_policy is {wrap!r}; expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, one of torch's "
             "policies or a function of a module. Or give a WrapPolicy as `policy`."
         )
-    return {"units": (_predicate(wrap),)}
+    own = wrap._lambda_fn if isinstance(wrap, CustomPolicy) else keywords.get("lambda_fn", wrap)
+    return {"units": (_predicate(own),)}
 
 
 def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
@@ -174,7 +177,9 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
         self.mixed_precision_policy = _as_policy(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
-        self.ep_size = _read_size(self.ep_size, "ep_size", "FSDP_EP_SIZE")
+        self.ep_size = 1 if (size := self._said("ep_size")) is None else size
+        if type(self.ep_size) is not int or self.ep_size < 1:
+            raise ConfigError(f"ep_size is {size!r}; it must be a whole number, 1 or more.")
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
@@ -243,36 +248,41 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
             self.takes_recipe = mixed_precision == "fp8"
 
+    def _said(self, name: str) -> Any:
+        """A setting as the plugin has it, else as its variable says it; names in the words of the table."""
+        row, value = ARGUMENTS[name], getattr(self, name)
+        if value is None or (row.kind is int and value == 0):
+            text = os.environ.get(row.variable or "", "none")
+            value = None if text.lower() in ("", "none") else text
+        return as_setting(row, value)
+
     def _read_recompute(self) -> None:
         """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""
         prefix = "activation_checkpointing"
-        on, offload = (_value(self, name) is True for name in (prefix, f"{prefix}_offload"))
-        every = f"{prefix}_every_n_layers"
-        number = _read_size(self.activation_checkpointing_every_n_layers, every, f"FSDP_{every.upper()}")
-        ops = self.activation_checkpointing_save_ops
-        ops = os.environ.get(f"FSDP_{prefix.upper()}_SAVE_OPS") if ops is None else ops
-        more = as_recompute({"every_n_layers": number, "offload": offload, "save_ops": ops})
+        said = {name: self._said(f"{prefix}_{name}") for name in vars(Recompute())}
+        more = as_recompute({name: value for name, value in said.items() if value is not None})
         assert more is not None
-        self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops = number, more.save_ops
-        self._recompute = more
-        if more == Recompute():
-            return
-        name = next(key for key, usual in vars(Recompute()).items() if getattr(more, key) != usual)
-        if not on:
-            raise ConfigError(
-                f"{prefix}_{name} says how activations are recomputed, and {prefix} is off. Turn it on, or leave "
-                f"{prefix}_{name} out."
-            )
-        if self.fsdp_version != 2:
-            raise ConfigError(f"{prefix}_{name} needs FSDP2, and fsdp_version is 1. Use 2, or leave it out.")
+        self._recompute, self.activation_checkpointing_save_ops = more, more.save_ops
+        self.activation_checkpointing_every_n_layers = more.every_n_layers
+        for name in (f"{prefix}_{name}" for name, usual in vars(Recompute()).items() if getattr(more, name) != usual):
+            if self._said(prefix) is not True:
+                raise ConfigError(
+                    f"{name} says how activations are recomputed, and {prefix} is off. Turn it on, or leave {name} out."
+                )
+            if self.fsdp_version != 2:
+                raise ConfigError(f"{name} needs FSDP2, and fsdp_version is 1. Use 2, or leave it out.")
 
     def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
         """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""
-        strategy = _value(self, "sharding_strategy")
-        values = (_value(self, "reshard_after_forward"), strategy)
+        strategy = self._said("sharding_strategy")
+        values = (self._said("reshard_after_forward"), strategy)
         self.reshard_after_forward, has_copies = read_strategies(values, may_copy=is_unversioned)
         self.sharding_strategy = None
-        left_out = _drop_fsdp1_settings(self)
+        old = {name: row.fsdp2 for name, row in ARGUMENTS.items() if row.is_old}
+        said = ((name, self._said(name)) for name in old)
+        left_out = ", ".join(f"{name}={value}" for name, value in said if value not in (None, old[name]))
+        for name in old:
+            setattr(self, name, True if name == "limit_all_gathers" else None)
         if not is_unversioned:
             if left_out:
                 warn_on_node(
@@ -280,7 +290,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
                     "itself: left out."
                 )
             return
-        if _value(self, "state_dict_type") == "LOCAL_STATE_DICT":
+        if self._said("state_dict_type") == "LOCAL_STATE_DICT":
             self.state_dict_type = "SHARDED_STATE_DICT"
         size = rank_on_node()[1]
         machines = world_size(os.environ) // size
@@ -327,34 +337,6 @@ def _read_version(version: int | None) -> tuple[int, bool]:
     return (2 if is_unversioned else int(text)), is_unversioned
 
 
-def _read_size(value: Any, name: str, variable: str) -> int:
-    text = str(value or os.environ.get(variable) or 1).strip()
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{name} is {text!r}; it must be a whole number, 1 or more.")
-    return int(text)
-
-
-def _value(plugin: Any, name: str) -> Any:
-    """A setting of the plugin, else of its variable; words in upper case."""
-    value = getattr(plugin, name)
-    text = os.environ.get(next(row.variable for row in SETTINGS if row.argument == name) or "")
-    if value is None and text:
-        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    value = getattr(value, "name", value)
-    return value.upper() if isinstance(value, str) else value
-
-
-def _drop_fsdp1_settings(plugin: Any) -> str:
-    """Unset the plugin's settings of FSDP1 alone, in place; return those whose values differ from FSDP2's."""
-    left_out = []
-    for row in SETTINGS:
-        if row.argument and row.is_old:
-            if (value := _value(plugin, row.argument)) not in (None, row.fsdp2):
-                left_out.append(f"{row.argument}={value}")
-            setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
-    return ", ".join(left_out)
-
-
 def _as_policy(policy: Any, version: int) -> Any:
     """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes."""
     if isinstance(policy, str):
@@ -367,14 +349,14 @@ def _as_policy(policy: Any, version: int) -> Any:
         raise ConfigError(
             f"mixed_precision_policy has no {', '.join(unknown)}; FSDP{version} takes {', '.join(sorted(known))}."
         )
-    values: dict[str, Any] = {n: _dtype(v) if n.endswith("dtype") else v for n, v in policy.items()}
+    values = {n: as_dtype(v, f"mixed_precision_policy's {n}") if n.endswith("dtype") else v for n, v in policy.items()}
     return kind(**values)
 
 
 def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
     if name == "fp8":
         return _float8(version)
-    dtype = None if name in (None, "no") else _dtype(name)
+    dtype = None if name in (None, "no") else as_dtype(name, "mixed_precision_policy")
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
@@ -394,11 +376,3 @@ def _float8(version: int) -> Float8Policy:
         os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
     import_torchao()
     return Float8Policy()
-
-
-def _dtype(name: Any) -> torch.dtype | None:
-    dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp32 or fp8.")
-    return dtype

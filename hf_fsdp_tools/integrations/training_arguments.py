@@ -11,10 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import ConfigError, warn
-from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
-from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.integrations.settings import ARGUMENTS, TRAINING_KEYS, as_setting, warn_on_node
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
@@ -48,9 +47,9 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     if "state_dict_type" not in config:
         arguments.pop("state_dict_type", None)
     for key, value in config.items():
-        name = TRAINING_KEYS[key].argument
-        if name and value is not None and (name not in arguments or key == "offload_params"):
-            arguments[name] = value == "true" if value in ("true", "false") else value
+        row = TRAINING_KEYS[key]
+        if row.argument and value is not None and (row.argument not in arguments or key == "offload_params"):
+            arguments[row.argument] = as_setting(row, value) if row.kind is bool else value
     return arguments
 
 
@@ -123,22 +122,18 @@ def precision_of(args: Any, model: nn.Module | None) -> str:
     `TrainingArguments` have no fp8: bf16 in them means fp8 where the launcher says so, as it is what else is bf16.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launched == "fp8" and args.mixed_precision in ("fp16", "bf16"):
-        if args.mixed_precision == "fp16":
-            raise ConfigError(
-                "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: next to FP8, "
-                "all else is computed in bf16."
-            )
-        return launched
+    if launched == "fp8" and args.mixed_precision == "fp16":
+        raise ConfigError(
+            "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: next to FP8, "
+            "all else is computed in bf16."
+        )
     if args.mixed_precision != "no":
-        return str(args.mixed_precision)
+        return launched if launched == "fp8" else str(args.mixed_precision)
     if AcceleratorState._shared_state:
         return str(AcceleratorState().mixed_precision)
-    sharding = None if model is None else sharding_of(model)
-    if sharding is not None and isinstance(sharding.mp_policy, Float8Policy):
-        return "fp8"
-    names = {dtype: name for name, dtype in LOW_PRECISION.items()}
-    return names.get(sharding.mp_policy.param_dtype, "no") if sharding is not None else "no"  # type: ignore[arg-type]
+    policy = getattr(None if model is None else sharding_of(model), "mp_policy", None)
+    names = {None: "no"} | {dtype: name for name, dtype in LOW_PRECISION.items()}
+    return "fp8" if isinstance(policy, Float8Policy) else names.get(getattr(policy, "param_dtype", None), "no")
 
 
 def _differences(args: Any, wanted: dict[str, Any], present: dict[str, Any], whose: str) -> list[str]:
@@ -153,7 +148,7 @@ def _differences(args: Any, wanted: dict[str, Any], present: dict[str, Any], who
 def _values(plugin: FSDPPlugin) -> dict[str, Any]:
     """What a plugin says, by the names of its arguments."""
     assert plugin.policy is not None
-    values = {row.argument: getattr(plugin, row.argument) for row in SETTINGS if row.argument}
+    values = {name: getattr(plugin, name) for name in ARGUMENTS}
     values["sharding_strategy"] = values["reshard_after_forward"]
     if plugin.fsdp_version == 2:
         values["cpu_offload"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
