@@ -46,7 +46,7 @@ NAMES = {
     "foresight.tracing.dry_run": "trace_model",
     "foresight.tracing.recorder": "Recorder",
     "integrations.accelerate_launch": "split_words",
-    "integrations.accelerator": "ShardedAccelerator ShardedScaler adopt",
+    "integrations.accelerator": "ShardedAccelerator ShardedScaler",
     "integrations.config": "OWN_KEYS SETTINGS TRAINING_KEYS VARIABLES YAML_KEYS rows_of",
     "integrations.model": "check_managed hand_over",
     "integrations.resume": "AVERAGES TRAINER_GLOBS _problem_of_state last_complete problem_of refuse_damage rotate "

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from copy import copy
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import recursively_apply
+from accelerate.utils import GradScalerKwargs, recursively_apply
 from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils.other import load
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.axes import shared_rows, size_names
+from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
@@ -75,6 +74,21 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
     _keeps_gathered = False
     """Whether units that are kept after forward stay gathered after backward too: another micro-batch follows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make an Accelerator in the state that `start_state` has started, with our scaler where it needs one."""
+        check_hooks(ShardedAccelerator, Accelerator)
+        check_hooks(ShardedScaler, torch.amp.GradScaler)
+        super().__init__(*args, **kwargs)
+        if type(self.scaler) is torch.amp.GradScaler:  # version 1 of FSDP has another
+            self.scaler = ShardedScaler(self.device.type, **(self.scaler_handler or GradScalerKwargs()).to_kwargs())
+        if ranks_per_row() > 1:
+            if self.dataloader_config.dispatch_batches:
+                raise ConfigError(
+                    f"dispatch_batches=True gives ranks that need the same rows ({shared_rows(', ')}) different ones, "
+                    "or all ranks the same. Leave it out: each rank then reads its own rows."
+                )
+            self.dataloader_config.dispatch_batches = False  # Accelerate's default for streams is True
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Prepare as `Accelerator.prepare` does; FSDP2 also takes models without an optimizer, and several models.
@@ -285,7 +299,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Prepare as `Accelerator.prepare_scheduler` does; it steps once for each group of ranks with the same rows."""
         prepared = super().prepare_scheduler(scheduler)
         if ranks_per_row() > 1 and not prepared.split_batches:
-            prepared.__class__, prepared.split_batches = RowsScheduler, True
+            self._schedulers[-1] = prepared = RowsScheduler(
+                prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True
+            )
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -424,35 +440,12 @@ class _DoneByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is no
         """Nothing: `start_state` has compared the sizes with the processes."""
 
 
-def leave_to_model(state: Any) -> None:
-    """Let Accelerate leave what ranks share to the sharded model, in place of the state's config."""
-    config = state.parallelism_config
-    if any(getattr(config, name, 1) > 1 for name in size_names(of_rows=True)):
-        config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks with the same rows
-        state.parallelism_config = config = copy(config)
-        config.__class__ = _DoneByModel
-
-
-def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
-    """Turn an Accelerator into a `ShardedAccelerator`, in place."""
-    check_hooks(ShardedAccelerator, Accelerator)
-    check_hooks(ShardedScaler, torch.amp.GradScaler)
-    if not isinstance(accelerator, ShardedAccelerator):
-        accelerator.__class__ = ShardedAccelerator
-    if type(accelerator.scaler) is torch.amp.GradScaler:
-        accelerator.scaler.__class__ = ShardedScaler
-    leave_to_model(accelerator.state)
-    if ranks_per_row() > 1:
-        loaders = accelerator.dataloader_config
-        if loaders.dispatch_batches:
-            raise ConfigError(
-                f"dispatch_batches=True gives ranks that need the same rows ({shared_rows(', ')}) different ones, or "
-                "all ranks the same. Leave it out: each rank then reads its own rows."
-            )
-        loaders.dispatch_batches = False  # Accelerate's default for streams is True
-    if sync_each_batch:
-        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-    return accelerator
+def left_to_model(config: ParallelismConfig, device_type: str) -> ParallelismConfig:
+    """A config by which Accelerate leaves what ranks share to the sharded model. Every rank must call."""
+    config.get_device_mesh(device_type)  # with all axes, by which loaders find the ranks with the same rows
+    own: ParallelismConfig = object.__new__(_DoneByModel)
+    own.__dict__.update(vars(config))
+    return own
 
 
 def gather_once_per_row(accelerator: Accelerator, tensors: Any) -> Any:

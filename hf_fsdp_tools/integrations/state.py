@@ -35,7 +35,7 @@ from hf_fsdp_tools.distributed.mesh import (
 )
 from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.extensions.float8 import float8_config
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, left_to_model
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
@@ -118,7 +118,9 @@ def make_accelerator(
             f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {accelerator.mixed_precision}. Use "
             "mixed_precision='fp8'."
         )
-    return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+    if "gradient_accumulation_plugin" not in accelerate_kwargs:
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    return accelerator
 
 
 def _group_of(handlers: Iterable[Any]) -> dict[str, Any]:
@@ -165,6 +167,10 @@ def start_state(
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables next to that one
     parallelism_config = parallelism_config or plugin.copies
+    dims = _check_axes(parallelism_config, plugin)
+    set_model_parallel_size(dims.ranks_per_row)
+    if dims.ranks_per_row > 1:
+        parallelism_config = left_to_model(parallelism_config, device.type)
     own = {"fsdp_plugin": plugin, "dynamo_plugin": dynamo_plugin or TorchDynamoPlugin(), "_from_accelerator": True}
     state = AcceleratorState(mixed_precision, cpu, parallelism_config=parallelism_config, **own)
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
@@ -176,8 +182,6 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    set_model_parallel_size(_check_axes(state.parallelism_config, plugin).ranks_per_row)
-    leave_to_model(state)
 
 
 def _join_state(plugin: FSDPPlugin, mixed_precision: Any, parallelism_config: Any, dynamo_plugin: Any) -> None:

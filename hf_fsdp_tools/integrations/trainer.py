@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from accelerate.state import AcceleratorState
@@ -32,7 +33,7 @@ from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, steps_in_backward
-from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
@@ -63,7 +64,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
-from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
+from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, homes_of, made_on_shards, shard_frozen
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
@@ -210,13 +211,20 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             # TRL's arguments ask for it by default, too; the Trainer refuses both.
             args.activation_checkpointing = args.gradient_checkpointing = False
         use_one_device(args)
-        with _hidden_settings(args, precision):
+        homes = [home for home in homes_of(self) if "Accelerator" in vars(home)]
+        with _hidden_settings(args, precision), replaced(accelerate, *homes, Accelerator=ShardedAccelerator):
             super().create_accelerator_and_postprocess()
         if hasattr(args, "model_init_kwargs"):
             # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
-        accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
-        self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
+        if not isinstance(self.accelerator, ShardedAccelerator):
+            raise ConfigError(
+                f"{type(self).__name__} makes a {type(self.accelerator).__name__}, which prepares and saves models by "
+                "Accelerate's own rules. Let create_accelerator_and_postprocess call super(), and change "
+                "trainer.accelerator after that."
+            )
+        if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True):
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         # transformers' own default is True wherever nothing is recomputed: only what was asked for is taken.
         asked = bool(args.ddp_find_unused_parameters)
         self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,7 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
     """
     ways: dict[str, Callable[..., Any]] = {"create_model_from_path": partial(_copied, trainer), "hash_module": _hashed}
     ways["get_peft_model"] = _adapted
-    homes = {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
+    homes = homes_of(trainer)
     makers = (vars(home).get("prepare_peft_model") for home in homes)  # of trainers in trl.experimental
     homes |= {sys.modules[make.__module__] for make in makers if make is not None}
     with ExitStack() as stack:
@@ -74,6 +75,11 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
         yield
     _guard_rewards(trainer)
     stream_to_vllm(trainer)
+
+
+def homes_of(trainer: Any) -> set[ModuleType]:
+    """The modules of a trainer's classes, in which their methods look names up."""
+    return {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
 
 
 def _copied(trainer: Any, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:

@@ -208,13 +208,13 @@ ELSEWHERE = {
     "send_weights, wait_for_everyone, _streaming_iter, merge_adapter, unmerge_adapter: trl#6798, trl#7103 (TRL 1.16)",
     "foresight.tracing.delta_rule": "kernels of recurrences, in a file of transformers while it is traced",
     "foresight.tracing.dry_run": "find_packed_sequence_indices: fake tensors would get a mask",
-    "integrations.accelerator": "__class__ of Accelerator, scaler and config: accelerate#4177, trl#6843; scaler, "
-    "_models, _optimizers, _schedulers while a state is written",
+    "integrations.accelerator": "scaler, _models, _optimizers, _schedulers while a state is read",
     "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank",
     "integrations.pushing": "_name_or_path of a config, where it is a folder",
     "integrations.streams": "skip_first_batches, of a loader that goes on by itself",
-    "integrations.trainer": "has_mixed_dtensor, by which transformers 5.23 parts groups; use_stateful_dataloader, "
-    "bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, for a call of the Trainer",
+    "integrations.trainer": "Accelerator, while a Trainer makes its own; has_mixed_dtensor, by which transformers 5.23 "
+    "parts groups; use_stateful_dataloader, bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, "
+    "mixed_precision, for a call of the Trainer",
     "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16)",
     "loading.dcp_reader": "FileSystemReader, which reads no stores",
     "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",
