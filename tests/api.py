@@ -49,8 +49,8 @@ NAMES = {
     "integrations.accelerator": "ShardedAccelerator ShardedScaler",
     "integrations.config": "OWN_KEYS SETTINGS TRAINING_KEYS VARIABLES YAML_KEYS rows_of",
     "integrations.model": "check_managed hand_over",
-    "integrations.resume": "AVERAGES TRAINER_GLOBS _problem_of_state last_complete problem_of refuse_damage rotate "
-    "using_format",
+    "integrations.checkpoints": "TRAINER_GLOBS _problem_of_state last_complete problem_of rotate",
+    "integrations.resume": "AVERAGES refuse_damage using_format",
     "integrations.state": "start_state",
     "integrations.training_arguments": "plugin_arguments",
     "loading.conversion": "persistent_tensors",

@@ -48,7 +48,7 @@ from hf_fsdp_tools.integrations.model import (
     shard_in_place,
 )
 from hf_fsdp_tools.integrations.resume import stored_format, using_format
-from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.integrations.states import remove_checkpoint, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import saveable
@@ -79,6 +79,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Make an Accelerator in the state that `start_state` has started, with our scaler where it needs one."""
         check_hooks(ShardedAccelerator, Accelerator)
         check_hooks(ShardedScaler, torch.amp.GradScaler)
+        if kwargs.get("fsdp_plugin") is None and is_set(
+            "ACCELERATE_USE_FSDP"
+        ):  # or Accelerate makes another
+            kwargs["fsdp_plugin"] = AcceleratorState().fsdp_plugin
         super().__init__(*args, **kwargs)
         if type(self.scaler) is torch.amp.GradScaler:  # version 1 of FSDP has another
             self.scaler = ShardedScaler(self.device.type, **(self.scaler_handler or GradScalerKwargs()).to_kwargs())

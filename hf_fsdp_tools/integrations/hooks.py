@@ -7,9 +7,6 @@ from typing import Any
 from hf_fsdp_tools.diagnostics.environment import untried_versions
 from hf_fsdp_tools.errors import ConfigError, warn
 
-TrainerBase: Any = object
-"""What mixins for a Trainer extend: nothing, of which a checker of types takes everything."""
-
 
 def overridden(own: type) -> list[str]:
     """The names of the methods that a class of this room defines, all of which override methods of its base."""

@@ -28,31 +28,50 @@ from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import first_lines, quoted
 
-FROZEN = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
 
+class FrozenModels:
+    """The frozen models of TRL's trainers: the reference (DPO, KTO, GRPO, …) and the teacher (distillation)."""
 
-def shard_frozen(trainer: Any) -> None:
-    """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
+    NAMES = ("ref_model", "teacher_model")
 
-    TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit, which is refused
-    here; it leaves models alone that are sharded already.
-    """
-    held = vars(trainer)
-    accelerator, policy = held.get("accelerator"), held.get("model")
-    if accelerator is None or policy is None or not accelerator.is_fsdp2:
-        return
-    trained = set(policy.parameters())
-    for name, model in ((name, held.get(name)) for name in FROZEN):
-        if isinstance(model, nn.Module) and sharding_of(model) is None and count_units(model) == 1:
-            raise ConfigError(
-                f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
-                "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
-            )
-        if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
-            model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
-            if sharding_of(model) is None:
-                shard_in_place(model, accelerator, [])
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def shard(self) -> None:
+        """Freeze and shard those that are set, once the trainer has its Accelerator and its trained model.
+
+        TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit, which is
+        refused here; it leaves models alone that are sharded already.
+        """
+        held = vars(self.trainer)
+        accelerator, policy = held.get("accelerator"), held.get("model")
+        if accelerator is None or policy is None or not accelerator.is_fsdp2:
+            return
+        trained = set(policy.parameters())
+        for name, model in ((name, held.get(name)) for name in self.NAMES):
+            if isinstance(model, nn.Module) and sharding_of(model) is None and count_units(model) == 1:
+                raise ConfigError(
+                    f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
+                    "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
+                )
+            if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
+                model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
+                if sharding_of(model) is None:
+                    shard_in_place(model, accelerator, [])
+
+    def made(self, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        """What TRL would load for the trainer: a reference is a copy of the policy, shard by shard, if it is the same
+        checkpoint."""
+        if isinstance(model_id, nn.Module):  # AsyncGRPO and its kin (1.16) take a name alone
+            if (attention := kwargs.get("attn_implementation")) is not None:
+                model_id.set_attn_implementation(attention)  # type: ignore[operator]  # transformers' own
+            return model_id
+        policy = vars(self.trainer).get("model")  # set before the reference is made
+        sharding = None if policy is None else sharding_of(policy)
+        # hooks of ranks that divide rows, layers or experts cannot be copied
+        if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
+            return load(model_id, *args, **kwargs)
+        return copy.deepcopy(policy)
 
 
 @contextmanager
@@ -64,7 +83,7 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
     `precompute_ref_log_probs` it would hash the bytes of a state dict, which DTensors do not give, to name the file of
     the log-probabilities.
     """
-    ways: dict[str, Callable[..., Any]] = {"create_model_from_path": partial(_copied, trainer), "hash_module": _hashed}
+    ways: dict[str, Callable[..., Any]] = {"create_model_from_path": trainer._frozen.made, "hash_module": _hashed}
     ways["get_peft_model"] = _adapted
     homes = homes_of(trainer)
     makers = (vars(home).get("prepare_peft_model") for home in homes)  # of trainers in trl.experimental
@@ -80,19 +99,6 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
 def homes_of(trainer: Any) -> set[ModuleType]:
     """The modules of a trainer's classes, in which their methods look names up."""
     return {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
-
-
-def _copied(trainer: Any, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(model_id, nn.Module):  # AsyncGRPO and its kin (1.16) take a name alone
-        if (attention := kwargs.get("attn_implementation")) is not None:
-            model_id.set_attn_implementation(attention)  # type: ignore[operator]  # transformers' own
-        return model_id
-    policy = vars(trainer).get("model")  # set before the reference is made
-    sharding = None if policy is None else sharding_of(policy)
-    # hooks of ranks that divide rows, layers or experts cannot be copied
-    if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
-        return load(model_id, *args, **kwargs)
-    return copy.deepcopy(policy)
 
 
 def _adapted(

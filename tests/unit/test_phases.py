@@ -240,6 +240,7 @@ def test_what_is_replaced_in_libraries_for_a_process_stands_in_one_table() -> No
 
 OWN = {
     "extensions.context_parallel": {"joins_outputs"},
+    "integrations.checkpoints": {"saving"},
     "modeling.packed_weight": {"chunks"},
     "modeling.module_tree": {"__class__"},
 }

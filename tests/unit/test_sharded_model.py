@@ -92,7 +92,7 @@ def test_an_accelerator_is_ours_from_its_beginning_wherever_a_trainer_makes_it(f
     trainer.accelerator.save_state(tmp_path / "state")
     assert (tmp_path / "state" / "checkpoint_manifest.json").is_file(), "its methods are ours"
     Ours.kind = OfAnotherKind
-    with pytest.raises(ConfigError, match="Ours makes a OfAnotherKind, which .* rules. Let create_accelerator"):
+    with pytest.raises(ConfigError, match=r"Ours makes a OfAnotherKind, which .* rules. Let create_accelerator"):
         Ours(from_pretrained(folder), arguments(tmp_path), train_dataset=rows())
 
 
