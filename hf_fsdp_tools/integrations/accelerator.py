@@ -79,9 +79,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Make an Accelerator in the state that `start_state` has started, with our scaler where it needs one."""
         check_hooks(ShardedAccelerator, Accelerator)
         check_hooks(ShardedScaler, torch.amp.GradScaler)
-        if kwargs.get("fsdp_plugin") is None and is_set(
-            "ACCELERATE_USE_FSDP"
-        ):  # or Accelerate makes another
+        if kwargs.get("fsdp_plugin") is None and is_set("ACCELERATE_USE_FSDP"):  # or Accelerate makes another
             kwargs["fsdp_plugin"] = AcceleratorState().fsdp_plugin
         super().__init__(*args, **kwargs)
         if type(self.scaler) is torch.amp.GradScaler:  # version 1 of FSDP has another

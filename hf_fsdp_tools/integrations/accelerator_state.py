@@ -26,8 +26,8 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, s
 from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, stored_format, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
-from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
-from hf_fsdp_tools.loading.formats.dcp import check_dcp
+from hf_fsdp_tools.integrations.version1 import is_version1
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
@@ -136,36 +136,30 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
         with agreed("preparing the adapter", state.place.where):
             chosen = _tensors_of_adapter(model)
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
-    if "SHARDED" not in str(plugin.state_dict_type):
-        if "FULL" in str(plugin.state_dict_type):
-            state.needed.append(files_of(name, index)[1])
+    folder, file = (state.staging / each for each in files_of(name, index))
+    if plugin.fsdp_version == 1 or "SHARDED" not in str(plugin.state_dict_type):
+        if "LOCAL" not in str(plugin.state_dict_type):
+            state.needed.append(f"{folder.name}/{METADATA}" if "SHARDED" in str(plugin.state_dict_type) else file.name)
         if not is_whole:
             whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
                 if rank_and_size()[0] == 0:
-                    named = {plain_name(key): tensor for key, tensor in whole.items()}
-                    torch.save(named, state.staging / files_of(name, index)[1])
+                    torch.save({plain_name(key): tensor for key, tensor in whole.items()}, file)
         elif optimizer is None:
             save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
         all_ranks(None, doing)  # rank 0 writes alone
         return
-    if plugin.fsdp_version == 1:  # by collectives
-        values = sharded_state(plugin, model, optimizer)
-    folder = state.staging / f"{name}_{index}"
     with agreed(doing, folder), storage_errors("save to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if plugin.fsdp_version != 1:
-            options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
-            if not is_whole:
-                held = get_model_state_dict(model)
-                values = {key: held[key] for key in map(plain_name, chosen)}
-            elif optimizer is None:
-                values = get_model_state_dict(model, options=options)
-            else:
-                values = get_optimizer_state_dict(model, optimizer, options=options)
-    state.write_dcp({kind: values}, folder)
+        options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
+        values: dict[str, Any] = (
+            get_model_state_dict(model, options=options if is_whole else None)
+            if optimizer is None
+            else get_optimizer_state_dict(model, optimizer, options=options)
+        )
+    state.write_dcp({kind: values if is_whole else {key: values[key] for key in map(plain_name, chosen)}}, folder)
 
 
 def _leaves_base_out(model: Any) -> bool:

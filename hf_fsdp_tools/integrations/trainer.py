@@ -11,7 +11,6 @@ import accelerate
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import Trainer
@@ -178,8 +177,13 @@ class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is no
             args.activation_checkpointing = args.gradient_checkpointing = False
         use_one_device(args)
         homes = [home for home in homes_of(self) if "Accelerator" in vars(home)]
-        # A second plugin is not made, and weights can be opened alone, unlike those of the Trainer's own checkpoints.
-        hidden = replaced(args, fsdp_plugin_args=None, save_only_model=False, mixed_precision=precision)
+        hidden = replaced(
+            args,
+            fsdp_plugin_args=None,  # of which it would make a second plugin
+            save_only_model=False,  # which it refuses under FSDP, as weights in its own format cannot be opened
+            mixed_precision=precision,
+            ddp_find_unused_parameters=bool(args.ddp_find_unused_parameters),  # None means True to it
+        )
         with hidden, replaced(accelerate, *homes, Accelerator=ShardedAccelerator):
             super().create_accelerator_and_postprocess()
         if hasattr(args, "model_init_kwargs"):
@@ -193,9 +197,6 @@ class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is no
             )
         if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True):
             self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # transformers' own default is True wherever nothing is recomputed: only what was asked for is taken.
-        asked = bool(args.ddp_find_unused_parameters)
-        self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)
 
     def get_tp_size(self) -> int:
         """As the Trainer's, with the ranks of context parallelism: they too have one batch and the whole loss of it."""

@@ -213,8 +213,8 @@ ELSEWHERE = {
     "integrations.pushing": "_name_or_path of a config, where it is a folder",
     "integrations.streams": "skip_first_batches, of a loader that goes on by itself; use_stateful_dataloader",
     "integrations.trainer": "Accelerator, while a Trainer makes its own; has_mixed_dtensor, by which transformers 5.23 "
-    "parts groups; bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, for a call of "
-    "the Trainer",
+    "parts groups; bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, "
+    "ddp_find_unused_parameters, for a call of the Trainer",
     "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16)",
     "loading.dcp_reader": "FileSystemReader, which reads no stores",
     "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",
