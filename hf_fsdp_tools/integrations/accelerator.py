@@ -29,7 +29,6 @@ from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
     check_state,
     fetch_state,
-    files_of,
     load_models,
     load_optimizer,
     numbered_states,
@@ -47,7 +46,7 @@ from hf_fsdp_tools.integrations.model import (
     refuse_under_version1,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.resume import stored_format, using_format
+from hf_fsdp_tools.integrations.resume import files_of, using_format
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.integrations.states import remove_checkpoint, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
@@ -221,7 +220,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
         place = target if folder is None else Folder(folder.resolve())
         saving = saving_state(place, STATE_GLOBS, blocking=blocking, checksums=checksums)
-        with saving as state, using_format(plugin, None, state.staging):
+        with saving as state, using_format(plugin, state.staging):
             write_state(self, state)
             state.after = delete_old
         naming.iteration += 1
@@ -254,7 +253,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
         pairs = [(optimizer, owner_of(optimizer, self._models)) for optimizer in self._optimizers]
-        with using_format(self.state.fsdp_plugin, stored_format(folder), folder):
+        with using_format(self.state.fsdp_plugin, folder):
             load_models(self, folder)
             for i, (optimizer, model) in enumerate(pairs):
                 if files_of(OPTIMIZER_NAME, i)[0] not in absent:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, files_of, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1
@@ -69,11 +69,6 @@ def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
             "Version 1 of FSDP cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
         )
     return nn.ModuleList(several)
-
-
-def files_of(kind: str, index: int) -> tuple[str, str]:
-    """What Accelerate writes of a model or an optimizer: a DCP folder, or one file under FULL_STATE_DICT."""
-    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
 def write_state(accelerator: Any, state: StateSave) -> None:
@@ -212,7 +207,7 @@ def load_models(accelerator: Any, folder: Path) -> None:
 def load_optimizer(accelerator: Any, optimizer: Any, model: nn.Module, folder: Path, index: int = 0) -> None:
     """Load the state of an optimizer of a model, as Accelerate does, in the stored format. Every rank must call."""
     plugin, optimizer = accelerator.state.fsdp_plugin, getattr(optimizer, "optimizer", optimizer)
-    with awaiting_state(model, optimizer, folder, index), using_format(plugin, stored_format(folder), folder):
+    with awaiting_state(model, optimizer, folder, index), using_format(plugin, folder):
         load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
 
 

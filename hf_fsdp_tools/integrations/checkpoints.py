@@ -25,7 +25,6 @@ from hf_fsdp_tools.integrations.resume import (
     check_parts,
     damage_of,
     refuse_damage,
-    stored_format,
     using_format,
 )
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint, saving_state
@@ -130,7 +129,7 @@ class Checkpoints:
         """Write the optimizer's shards, the averages and the scheduler; the weights are in the folder already."""
         trainer, state = self.trainer, self.saving
         assert state is not None
-        with using_format(trainer.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT", folder):
+        with using_format(trainer.accelerator.state.fsdp_plugin, folder, "SHARDED_STATE_DICT"):
             write_part(trainer.accelerator, trainer.model, trainer.optimizer, state, 0)
             if trainer.ema is not None:
                 state.write_dcp({"ema": trainer.ema.state_dict()}, state.staging / AVERAGES)
@@ -198,7 +197,7 @@ class Checkpoints:
             load_into(model, folder)
         else:
             refuse_damage(folder)
-            with using_format(self.trainer.accelerator.state.fsdp_plugin, stored_format(folder), folder):
+            with using_format(self.trainer.accelerator.state.fsdp_plugin, folder):
                 plain(str(folder), model)
 
     def load_optimizer(self, folder: Path) -> None:
@@ -222,7 +221,7 @@ class Checkpoints:
         """Fill the averages from those of a training state; where it has none, they stay."""
         trainer = self.trainer
         if trainer.ema is not None and (folder / AVERAGES).is_dir():
-            with using_format(trainer.accelerator.state.fsdp_plugin, None, folder):
+            with using_format(trainer.accelerator.state.fsdp_plugin, folder):
                 load({"ema": trainer.ema.state_dict()}, checkpoint_id=folder / AVERAGES)
 
 

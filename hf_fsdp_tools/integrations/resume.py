@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils.constants import OPTIMIZER_NAME
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,20 +22,16 @@ from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
-from hf_fsdp_tools.modeling.module_tree import plain_name
+from hf_fsdp_tools.modeling.module_tree import plain_name, replaced
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
 from hf_fsdp_tools.stores import told
 from hf_fsdp_tools.text import first_line, listed, listed_lines, space_at
 
-_SHARDED, _FULL = ("pytorch_model_fsdp_0", "optimizer_0"), ("pytorch_model_fsdp.bin", "optimizer.bin")
-"""What Accelerate writes under SHARDED_STATE_DICT and FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
-
 AVERAGES = "ema_state"
 """Folder with the moving averages, which this package writes."""
 
-_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|" + AVERAGES)
-"""The same of any model and optimizer, and of moving averages."""
+_SHARDED_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{AVERAGES}")
 
 _PICKLED = re.compile(
     r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"
@@ -47,11 +43,10 @@ _RANDOM_STATES = (("random_state", "numpy_random_seed", "torch_manual_seed"), ("
 """Keys of random states; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
 
 
-def stored_format(folder: Path) -> str | None:
-    """The state dict type in which Accelerate wrote `folder`; None if Accelerate wrote nothing there."""
-    if any((folder / name).is_dir() for name in _SHARDED):
-        return "SHARDED_STATE_DICT"
-    return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
+def files_of(kind: str, index: int = 0) -> tuple[str, str]:
+    """What Accelerate (1.15, utils/fsdp_utils.py) writes of a model or an optimizer: a DCP folder, or one file under
+    FULL_STATE_DICT."""
+    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
 def refuse_damage(folder: Path) -> None:
@@ -71,7 +66,7 @@ def refuse_damage(folder: Path) -> None:
             if is_first:
                 check_dcp(below, complete=rank == 0)  # which is the same for all ranks
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
-            device = "meta" if file.name in _FULL else "cpu"
+            device = "meta" if file.name in (f"{FSDP_MODEL_NAME}.bin", f"{OPTIMIZER_NAME}.bin") else "cpu"
             content = load_pickled(file, device=device, safe=TORCH_SAFE_GLOBALS).content
             if not isinstance(content, dict) and not file.name.startswith("custom"):  # of which its object knows
                 raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected a dict. Use another one.")
@@ -160,15 +155,19 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 
 
 @contextmanager
-def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iterator[None]:
-    """Set the plugin's state dict type for a block that reads or writes below `folder`; None leaves it as it is."""
+def using_format(plugin: Any, folder: Path, state_dict_type: str | None = None) -> Iterator[None]:
+    """Set the plugin's state dict type for a block that reads or writes below `folder`; None takes that in which
+    Accelerate wrote there, and leaves it as it is where it wrote nothing."""
+    sharded, whole = zip(*(files_of(kind) for kind in (FSDP_MODEL_NAME, OPTIMIZER_NAME)), strict=True)
+    kinds = {"SHARDED_STATE_DICT": sharded, "FULL_STATE_DICT": whole}
+    found = (kind for kind, files in kinds.items() if any((folder / name).exists() for name in files))
+    state_dict_type = state_dict_type or next(found, None)
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    former = {name: getattr(plugin, name) for name in names}
-    if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
-        plugin.set_state_dict_type(state_dict_type)
     try:
-        with from_stores():
+        with replaced(plugin, **{name: getattr(plugin, name) for name in names}), from_stores():
+            if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # or those of the other type stay
+                plugin.set_state_dict_type(state_dict_type)
             yield
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
@@ -176,9 +175,6 @@ def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iter
             f"torch's distributed checkpoint failed on {len(lines)} rank(s) in {str(folder)!r}{space_at(folder)}. "
             f"Check space and permissions there (TMPDIR, where it goes to a store).\n{listed_lines(lines, 4, head='')}"
         ) from error
-    finally:
-        for name, value in former.items():
-            setattr(plugin, name, value)
 
 
 @contextmanager
@@ -251,7 +247,7 @@ def _without_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int
 ) -> list[torch.nn.Parameter]:
     """The trainable parameters for which a sharded checkpoint holds no optimizer state. Rank 0 reads."""
-    source, begin = folder / f"{OPTIMIZER_NAME}_{index}", "optimizer.state."
+    source, begin = folder / files_of(OPTIMIZER_NAME, index)[0], "optimizer.state."
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}
     without: list[str] = []
