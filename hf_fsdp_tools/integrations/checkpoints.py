@@ -73,6 +73,8 @@ class Checkpoints:
         self.trainer, self.uploads = trainer, Uploads(trainer)
         self.saving: StateSave | None = None
         """The checkpoint that is being saved."""
+        self.resumed: Path | None = None
+        """The one from which the training goes on."""
 
     # ---- saving ----
 
@@ -151,18 +153,18 @@ class Checkpoints:
 
     # ---- resuming ----
 
-    def chosen(self, asked: str | bool | None) -> str | bool | None:
+    def choose(self, asked: str | bool | None) -> str | bool | None:
         """The checkpoint from which a training goes on: for True the last complete one, if there is one. Refuses what
         is damaged or lacks what is needed, before it is read, and an output folder that the ranks do not share."""
         args, settings = self.trainer.args, self.trainer.fsdp_settings
         if asked is True:
             asked = last_complete(args.output_dir, allowed=STATE_FILES if settings.allow_incomplete else ()) or True
-        if asked and asked is not True:
-            self._check(folder := local_folder(asked, _TO_FOLDERS))
-            asked = str(folder)
+        self.resumed = local_folder(asked, _TO_FOLDERS) if asked and asked is not True else None
+        if self.resumed is not None:
+            self._check(self.resumed)
         if args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(args.output_dir, _TO_FOLDERS))
-        return asked
+        return asked if self.resumed is None else str(self.resumed)
 
     def _check(self, folder: Path) -> None:
         args, settings = self.trainer.args, self.trainer.fsdp_settings
@@ -228,8 +230,8 @@ class Checkpoints:
 class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Makes `trainer.ema` when training begins, from a training state if there is one with averages, and keeps it."""
 
-    def __init__(self, trainer: Any, resumed: Path | None) -> None:
-        self.trainer, self.resumed = trainer, resumed
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the averages of weights that are loaded, and read those of the training state. Every rank calls."""
@@ -238,8 +240,8 @@ class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not t
             raise ConfigError("ema_decay needs FSDP2: version 1 has parts of several parameters as one. Leave it out.")
         decay, device = trainer.fsdp_settings.ema_decay, trainer.fsdp_settings.ema_device
         trainer.ema = ParameterEMA(trainer.model, decay, device=device)
-        if self.resumed is not None:
-            trainer._checkpoints.load_averages(self.resumed)
+        if (resumed := trainer._checkpoints.resumed) is not None:
+            trainer._checkpoints.load_averages(resumed)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the parameters as the optimizer has left them."""

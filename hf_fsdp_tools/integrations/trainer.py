@@ -381,16 +381,15 @@ class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is no
             raise ConfigError("clip_by_last_norm needs max_grad_norm above 0, and bf16 or fp32: fp16 scales gradients.")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-        resume_from_checkpoint = self._checkpoints.chosen(resume_from_checkpoint)
-        resumed = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        resume_from_checkpoint = self._checkpoints.choose(resume_from_checkpoint)
         self._report = Report(self)
         self._report.open()
         self.ema = None
         if self.fsdp_settings.ema_decay is not None:
-            self.add_callback(Averaging(self, resumed))
+            self.add_callback(Averaging(self))
         self.args.logging_nan_inf_filter &= self.fsdp_settings.allow_nan
         try:
-            with self._stream.beginning_at(None if self.args.ignore_data_skip else resumed):
+            with self._stream.beginning_at(None if self.args.ignore_data_skip else self._checkpoints.resumed):
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.remove_callback(Averaging)

@@ -145,32 +145,35 @@ def _guarded(function: Any, failures: list[ConfigError]) -> Any:
         plain = plain.func
     name = getattr(plain, "__name__", type(plain).__name__)
 
-    def failed(error: Exception, completions: Sequence[Any]) -> list[float]:
-        own = error if isinstance(error, ConfigError) else None
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # behind the call below
-        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-        place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
-        fact = f"{type(error).__name__}: {first_lines(error)}{place}"
-        said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
-        said.__cause__ = error
-        failures.append(own or said)
-        return [0.0] * len(completions)
+    @contextmanager
+    def noting(number: int) -> Iterator[list[Any]]:
+        rewards: list[Any] = []
+        try:
+            yield rewards
+        except Exception as error:
+            own = error if isinstance(error, ConfigError) else None
+            frames = traceback.extract_tb(error.__traceback__)[2:]  # behind this one and the call below
+            lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+            place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
+            fact = f"{type(error).__name__}: {first_lines(error)}{place}"
+            said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
+            said.__cause__ = error
+            failures.append(own or said)
+            rewards[:] = [0.0] * number
 
     if inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None)):  # noqa: B004
 
         async def later(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
-            try:
-                return _checked(name, await function(*args, completions=completions, **kwargs), len(completions))
-            except Exception as error:
-                return failed(error, completions)
+            with noting(len(completions)) as rewards:
+                rewards += _checked(name, await function(*args, completions=completions, **kwargs), len(completions))
+            return rewards
 
         return later
 
     def at_once(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
-        try:
-            return _checked(name, function(*args, completions=completions, **kwargs), len(completions))
-        except Exception as error:
-            return failed(error, completions)
+        with noting(len(completions)) as rewards:
+            rewards += _checked(name, function(*args, completions=completions, **kwargs), len(completions))
+        return rewards
 
     return at_once
 
