@@ -313,9 +313,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:  # which is Accelerate's own answer for objects
             use_gather_object = True
-        if not use_gather_object:
-            return gather_once_per_row(self, input_data)
-        return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
+        if use_gather_object:
+            return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
+        state = self.gradient_state
+        rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
+            return torch.cat(gathered.chunk(self.num_processes)[::shared])[:rest]
+
+        return recursively_apply(first_of_each, self.gather(input_data))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call.
@@ -447,15 +453,3 @@ def left_to_model(config: ParallelismConfig, device_type: str) -> ParallelismCon
     own: ParallelismConfig = object.__new__(_DoneByModel)
     own.__dict__.update(vars(config))
     return own
-
-
-def gather_once_per_row(accelerator: Accelerator, tensors: Any) -> Any:
-    """As `gather_for_metrics`, of ranks of which neighbours have the same rows: each row once. Every rank must call."""
-    state, per_row = accelerator.gradient_state, ranks_per_row()
-    rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-
-    def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
-        of_ranks = gathered.chunk(accelerator.num_processes)
-        return torch.cat(of_ranks[::per_row])[:rest]
-
-    return recursively_apply(first_of_each, accelerator.gather(tensors))

@@ -124,17 +124,18 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
     is_whole = optimizer is not None or not _leaves_base_out(model)
+    chosen: dict[str, torch.Tensor] = {}
     if optimizer is None:
         warn_of_drift(model)
-    chosen: dict[str, torch.Tensor] = {}
     if not is_whole:
         with agreed("preparing the adapter", state.place.where):
             chosen = _tensors_of_adapter(model)
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     folder, file = (state.staging / each for each in files_of(name, index))
-    if plugin.fsdp_version == 1 or "SHARDED" not in str(plugin.state_dict_type):
-        if "LOCAL" not in str(plugin.state_dict_type):
-            state.needed.append(f"{folder.name}/{METADATA}" if "SHARDED" in str(plugin.state_dict_type) else file.name)
+    how = str(plugin.state_dict_type)
+    if plugin.fsdp_version == 1 or "SHARDED" not in how:
+        if "LOCAL" not in how:
+            state.needed.append(f"{folder.name}/{METADATA}" if "SHARDED" in how else file.name)
         if not is_whole:
             whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
@@ -228,12 +229,11 @@ def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
         "holds, and this model does not have,": sorted(stored.keys() - state.keys()),
         "holds in another shape": sorted(n for n in stored.keys() & state.keys() if stored[n] != tuple(state[n].shape)),
     }
-    if found := listed(
-        (f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names), separator="; "
-    ):
+    found = [f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names]
+    if found:
         raise CheckpointError(
-            f"{str(folder)!r} is the state of an adapter without its base, and {found}. Make base and adapter as in "
-            "the run that saved it."
+            f"{str(folder)!r} is the state of an adapter without its base, and {'; '.join(found)}. Make base and "
+            "adapter as in the run that saved it."
         )
     return list(stored)
 

@@ -34,9 +34,7 @@ _SINCE = (5, 1)
 
 def is_stream(dataset: Any) -> bool:
     """Whether rows are read one after another from something that can say where it is, as a stream of datasets."""
-    return (
-        isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    )
+    return isinstance(dataset, IterableDataset) and all(hasattr(dataset, f"{act}state_dict") for act in ("", "load_"))
 
 
 def why_read_again(dataset: Any) -> str:

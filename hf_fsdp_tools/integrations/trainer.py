@@ -25,7 +25,7 @@ from hf_fsdp_tools.extensions.context_parallel import whole_outputs
 from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
 from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, last_norm_of, steps_in_backward
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, gather_once_per_row
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.checkpoints import Averaging, Checkpoints
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
@@ -309,7 +309,7 @@ class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is no
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-            self.gather_function = partial(gather_once_per_row, self.accelerator)
+            self.gather_function = self.accelerator.gather_for_metrics  # also where it would be `gather`
         device = self.accelerator.device
         drawing = [device] if device.type != "cpu" else []
         drawn = torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda")

@@ -83,8 +83,11 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
     `precompute_ref_log_probs` it would hash the bytes of a state dict, which DTensors do not give, to name the file of
     the log-probabilities.
     """
-    ways: dict[str, Callable[..., Any]] = {"create_model_from_path": trainer._frozen.made, "hash_module": _hashed}
-    ways["get_peft_model"] = _adapted
+    ways: dict[str, Callable[..., Any]] = {
+        "create_model_from_path": trainer._frozen.made,
+        "hash_module": lambda plain, model: digest_of_shards(model) if count_units(model) else plain(model),
+        "get_peft_model": _adapted,
+    }
     homes = homes_of(trainer)
     makers = (vars(home).get("prepare_peft_model") for home in homes)  # of trainers in trl.experimental
     homes |= {sys.modules[make.__module__] for make in makers if make is not None}
@@ -92,7 +95,9 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
         for home, name in ((home, name) for home in homes for name in ways if name in vars(home)):
             stack.enter_context(replaced(home, **{name: partial(ways[name], getattr(home, name))}))
         yield
-    _guard_rewards(trainer)
+    for name in REWARDING:
+        if hasattr(trainer, name):
+            setattr(trainer, name, partial(_agreed_rewards, trainer, getattr(trainer, name)))
     stream_to_vllm(trainer)
 
 
@@ -109,25 +114,15 @@ def _adapted(
     return add_adapter(model, config, adapter_name=adapter_name).train(model.training)
 
 
-def _hashed(plain: Callable[[nn.Module], str], model: nn.Module) -> str:
-    return digest_of_shards(model) if count_units(model) else plain(model)
-
-
 # ---- rewards: a rank whose function fails, or returns none, stops all ranks ----
 
 REWARDING = ("_calculate_rewards", "_calculate_rewards_from_functions")
 """Methods of TRL's trainers (1.16) that call the reward functions; GRPO's and RLOO's then gather what they returned."""
 
 
-def _guard_rewards(trainer: Any) -> None:
-    """Let the ranks agree on the rewards of a TRL trainer's functions, once after each batch; of others, do nothing."""
-    for name in REWARDING:
-        if hasattr(trainer, name):
-            setattr(trainer, name, partial(_agreed_rewards, trainer, getattr(trainer, name)))
-
-
 def _agreed_rewards(trainer: Any, calculate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What TRL's method returns, if the functions of all ranks returned rewards. Every rank must call."""
+    """What TRL's method returns, if the functions of all ranks returned rewards: they agree once after each batch.
+    Every rank must call."""
     failures: list[ConfigError] = []
     functions = [f if isinstance(f, nn.Module) else _guarded(f, failures) for f in trainer.reward_funcs or ()]
     with replaced(trainer, reward_funcs=functions):
