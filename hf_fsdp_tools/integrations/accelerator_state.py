@@ -229,8 +229,7 @@ def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
         "holds, and this model does not have,": sorted(stored.keys() - state.keys()),
         "holds in another shape": sorted(n for n in stored.keys() & state.keys() if stored[n] != tuple(state[n].shape)),
     }
-    found = [f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names]
-    if found:
+    if found := [f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names]:
         raise CheckpointError(
             f"{str(folder)!r} is the state of an adapter without its base, and {'; '.join(found)}. Make base and "
             "adapter as in the run that saved it."

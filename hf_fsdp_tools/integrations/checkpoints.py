@@ -124,8 +124,7 @@ class Checkpoints:
                 uploaded = self.uploads.begin(folder, (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST))
                 rotate(place, limit, best, uploaded=uploaded)
 
-            if args.should_save:
-                saving.after = delete_old
+            saving.after = delete_old if args.should_save else saving.after
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's shards, the averages and the scheduler; the weights are in the folder already."""
@@ -299,17 +298,14 @@ def _problem_of_state(folder: Path, args: Any = None) -> str:
         return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
     try:
         values = read_json_object(file)
-    except CheckpointError as error:
-        return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
-    for key, kinds in _KINDS_IN_STATE.items():
-        value = values.get(key, None if key == "global_step" else kinds[0]())
-        is_needed = args is not None and getattr(args, key.replace("_steps", "_strategy"), None) == "steps"
-        is_wrong = type(value) not in kinds or (is_needed and key in values and value <= 0)
-        if is_wrong or (isinstance(value, list) and not all(isinstance(each, dict) for each in value)):
-            return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(values.get(key))})"
-    try:
+        for key, kinds in _KINDS_IN_STATE.items():
+            value = values.get(key, None if key == "global_step" else kinds[0]())
+            is_needed = args is not None and getattr(args, key.replace("_steps", "_strategy"), None) == "steps"
+            is_wrong = type(value) not in kinds or (is_needed and key in values and value <= 0)
+            if is_wrong or (isinstance(value, list) and not all(isinstance(each, dict) for each in value)):
+                return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(values.get(key))})"
         TrainerState.load_from_json(str(file))
-    except (TypeError, AttributeError) as error:
+    except (CheckpointError, TypeError, AttributeError) as error:
         return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
     return ""
 

@@ -36,6 +36,7 @@ from hf_fsdp_tools.distributed.mesh import (
 from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.extensions.float8 import float8_config
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, left_to_model
+from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
@@ -104,8 +105,9 @@ def make_accelerator(
         raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
     precision = accelerate_kwargs.get("mixed_precision")
     if precision is not None and str(precision) not in PrecisionType.list():
-        word = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-        accelerate_kwargs["mixed_precision"] = precision = word
+        words = {dtype: word for word, dtype in LOW_PRECISION.items()} | {torch.float32: "no"}
+        precision = words.get(as_dtype(precision, "mixed_precision"), precision)
+        accelerate_kwargs["mixed_precision"] = precision
     get = accelerate_kwargs.get
     dynamo = get("dynamo_plugin") or make_dynamo_plugin(get("dynamo_backend"))
     options: dict[str, Any] = {"cpu": bool(get("cpu")), "parallelism_config": get("parallelism_config"), "group": group}
@@ -135,9 +137,6 @@ def _group_of(handlers: Iterable[Any]) -> dict[str, Any]:
                 "or leave it out."
             )
     return group
-
-
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
 def start_state(

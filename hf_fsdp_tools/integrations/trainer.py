@@ -52,8 +52,7 @@ _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQue
 step, because these models take any keyword, and would multiply them by the number of processes."""
 
 
-TrainerBase: Any = object
-"""Nothing, of which a checker of types takes all methods of a Trainer."""
+TrainerBase: Any = object  # of which a checker of types takes all methods of a Trainer
 
 
 class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is not typed

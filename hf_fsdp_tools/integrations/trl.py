@@ -60,8 +60,7 @@ class FrozenModels:
                     shard_in_place(model, accelerator, [])
 
     def made(self, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        """What TRL would load for the trainer: a reference is a copy of the policy, shard by shard, if it is the same
-        checkpoint."""
+        """What TRL would load; a reference of the policy's own checkpoint is a copy of it, shard by shard."""
         if isinstance(model_id, nn.Module):  # AsyncGRPO and its kin (1.16) take a name alone
             if (attention := kwargs.get("attn_implementation")) is not None:
                 model_id.set_attn_implementation(attention)  # type: ignore[operator]  # transformers' own

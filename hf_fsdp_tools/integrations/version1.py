@@ -47,8 +47,8 @@ def load_into(model: nn.Module, folder: Path) -> None:
     """Load a checkpoint of the Trainer into a model of either version; missing and unexpected keys are refused."""
     if is_version1(model):
         load_weights_fsdp1(model, folder, strict=True)
-    else:
-        model = getattr(model, "_orig_mod", model)
-        heads = WithHeads.of(model).heads  # not the folder's, which has copies of them and may be deleted
-        load_weights(model, folder, strict=True)
-        WithHeads.put(model, heads=heads)
+        return
+    model = getattr(model, "_orig_mod", model)
+    heads = WithHeads.of(model).heads  # not the folder's, which has copies of them and may be deleted
+    load_weights(model, folder, strict=True)
+    WithHeads.put(model, heads=heads)
