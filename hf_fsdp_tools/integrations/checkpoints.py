@@ -83,8 +83,7 @@ class Checkpoints:
         trainer, args, state = self.trainer, self.trainer.args, self.saving
         folder = local_folder(output_dir if output_dir is not None else args.output_dir, _TO_FOLDERS)
         tokenizer = trainer.processing_class
-        if tokenizer is None:
-            tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+        tokenizer = getattr(trainer.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
         model = saveable(trainer.model)
         if state is None or trainer.fsdp_settings.blocking:
             saved: BegunSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)

@@ -105,9 +105,7 @@ def homes_of(trainer: Any) -> set[ModuleType]:
     return {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
 
 
-def _adapted(
-    plain: Callable[..., Any], model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any
-) -> Any:
+def _adapted(plain: Any, model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
     if sharding_of(model) is None:
         return plain(model, config, adapter_name, **kwargs)
     return add_adapter(model, config, adapter_name=adapter_name).train(model.training)

@@ -209,13 +209,16 @@ ELSEWHERE = {
     "foresight.tracing.delta_rule": "kernels of recurrences, in a file of transformers while it is traced",
     "foresight.tracing.dry_run": "find_packed_sequence_indices: fake tensors would get a mask",
     "integrations.accelerator": "scaler, _models, _optimizers, _schedulers while a state is read",
-    "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank",
+    "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank; "
+    "forward of that model; set_widget_examples of its card",
     "integrations.pushing": "_name_or_path of a config, where it is a folder",
-    "integrations.streams": "skip_first_batches, of a loader that goes on by itself; use_stateful_dataloader",
+    "integrations.streams": "skip_first_batches, use_stateful_dataloader, for a call of the Trainer; _fetch_batches, "
+    "_update_state_dict, end, set_epoch of loaders, which go on where a state ends (Accelerate 1.15)",
     "integrations.trainer": "Accelerator, while a Trainer makes its own; has_mixed_dtensor, by which transformers 5.23 "
     "parts groups; bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, "
-    "ddp_find_unused_parameters, for a call of the Trainer",
-    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16)",
+    "ddp_find_unused_parameters, for a call of the Trainer; set_epoch of a sampler of TRL (1.16)",
+    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16); "
+    "_calculate_rewards, _calculate_rewards_from_functions, by which its ranks come to collectives",
     "loading.dcp_reader": "FileSystemReader, which reads no stores",
     "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",
     "modeling.initialize": "padding_idx: initialisers of some models zero that row of loaded weights",
