@@ -99,8 +99,9 @@ def from_pretrained(
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
             over all processes.
         distributed_config: transformers' `DistributedConfig`, or a dict of its arguments: `tp_size`, `ep_size`,
-            `fsdp_size` and `dp_replicate_size` in place of `mesh`; and the rules `tp_plan`, `ep_plan` and
-            `ep_implementation` (see `parallelize_model`), which hold with a mesh, or that of the accelerator, too.
+            `fsdp_size` and `dp_replicate_size` in place of `mesh`; and the rules `tp_plan`, `ep_plan`,
+            `ep_implementation` and `enable_sequence_parallel` (see `parallelize_model`), which hold with a mesh, or
+            that of the accelerator, too.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
         dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
@@ -332,10 +333,11 @@ def _planned(
     rules: Mapping[str, Any],
 ) -> tuple[Sharding, ModuleTree]:
     """How the model is sharded, and the tree of its modules; its layers and experts are divided first."""
+    plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
     with agreed("dividing layers and experts"):
+        rules = {"sequence_parallel": getattr(plugin, "sequence_parallel", False), **rules}
         parallelize_model(model, settings["mesh"], **rules)
     with agreed("planning the units"):
-        plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
         if policy is None and hasattr(plugin, "policy_for"):
             policy = plugin.policy_for(model)
         plan, tree = plan_with_tree(model, policy)

@@ -169,6 +169,9 @@ def add_degrees(add: Callable[..., Any]) -> None:
     """Add the degrees of parallelism."""
     for axis in AXES:
         add(f"--{axis.size.replace('_', '-')}", **_N, help=f"{axis.about} (default: 1)")
+    add(
+        "--sequence-parallel", **_SWITCH, help="with --tp-size: between shared layers, a GPU holds its own tokens alone"
+    )
 
 
 def add_sharding_options(add: Callable[..., Any]) -> None:

@@ -58,6 +58,7 @@ def _verify(options: argparse.Namespace) -> int:
         type(model),
         dims,
         num_processes,
+        sequence_parallel=bool(options.sequence_parallel),
         fsdp_version=version,
         activation_checkpointing=options.activation_checkpointing,
         adapter=options.lora or None if peft_config is None else peft_config,
@@ -107,6 +108,8 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
     num_processes = options.num_processes or others * (2 if is_sharded and 2 * others <= _MOST_PROCESSES else 1)
     version = options.fsdp_version or 2
     options.activation_checkpointing |= bool(named.get("activation_checkpointing"))
+    if options.sequence_parallel is None:
+        options.sequence_parallel = named.get("sequence_parallel")
     if version == 1 and (others > 1 or options.lora or options.activation_checkpointing):
         raise ConfigError(
             "FSDP1 is proved with full sharding of all weights: leave other sizes, --lora and "

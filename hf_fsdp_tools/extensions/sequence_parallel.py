@@ -165,8 +165,8 @@ class SequenceParallel(Feature):
         """The model, of which each rank has its part already, is tried on meta, and its regions are noted."""
         if axes.dims.tp_size == 1 or axes.dims.cp_size > 1:
             raise ConfigError(
-                f"sequence_parallel divides tokens among ranks that share layers, and here is {axes.dims}. Give tp_size "
-                "above 1 and no cp_size, or leave sequence_parallel out."
+                f"sequence_parallel divides tokens among ranks that share layers, and here is {axes.dims}. Give "
+                "tp_size above 1 and no cp_size, or leave sequence_parallel out."
             )
         note_regions(model, axes.dims.tp_size)
         Chosen.put(model, features=Chosen.of(model).features | {"sequence_parallel"})

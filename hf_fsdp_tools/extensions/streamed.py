@@ -432,6 +432,11 @@ _CLIPPING: weakref.WeakKeyDictionary[Any, LastNorm] = weakref.WeakKeyDictionary(
 """By optimizer, the norms of its last step."""
 
 
+def last_norm_of(optimizer: Any) -> torch.Tensor | None:
+    """What the last step of an optimizer in `steps_in_backward` with `max_norm` was clipped by."""
+    return _CLIPPING[getattr(optimizer, "optimizer", optimizer)].norm
+
+
 @contextmanager
 def steps_in_backward(optimizer: Any, max_norm: float | None = None) -> Iterator[LastNorm | None]:
     """Let an optimizer step each offloaded unit as soon as the backward pass of the unit is done, in a block.

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from copy import copy
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import recursively_apply
+from accelerate.utils import GradScalerKwargs, recursively_apply
 from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils.other import load
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.axes import shared_rows, size_names
+from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
@@ -30,7 +29,6 @@ from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
     check_state,
     fetch_state,
-    files_of,
     load_models,
     load_optimizer,
     numbered_states,
@@ -48,8 +46,8 @@ from hf_fsdp_tools.integrations.model import (
     refuse_under_version1,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.resume import stored_format, using_format
-from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.integrations.resume import files_of, using_format
+from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.integrations.states import remove_checkpoint, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import saveable
@@ -75,6 +73,23 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
     _keeps_gathered = False
     """Whether units that are kept after forward stay gathered after backward too: another micro-batch follows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make an Accelerator in the state that `start_state` has started, with our scaler where it needs one."""
+        check_hooks(ShardedAccelerator, Accelerator)
+        check_hooks(ShardedScaler, torch.amp.GradScaler)
+        if kwargs.get("fsdp_plugin") is None and is_set("ACCELERATE_USE_FSDP"):  # or Accelerate makes another
+            kwargs["fsdp_plugin"] = AcceleratorState().fsdp_plugin
+        super().__init__(*args, **kwargs)
+        if type(self.scaler) is torch.amp.GradScaler:  # version 1 of FSDP has another
+            self.scaler = ShardedScaler(self.device.type, **(self.scaler_handler or GradScalerKwargs()).to_kwargs())
+        if ranks_per_row() > 1:
+            if self.dataloader_config.dispatch_batches:
+                raise ConfigError(
+                    f"dispatch_batches=True gives ranks that need the same rows ({shared_rows(', ')}) different ones, "
+                    "or all ranks the same. Leave it out: each rank then reads its own rows."
+                )
+            self.dataloader_config.dispatch_batches = False  # Accelerate's default for streams is True
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
         """Prepare as `Accelerator.prepare` does; FSDP2 also takes models without an optimizer, and several models.
@@ -205,7 +220,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
         place = target if folder is None else Folder(folder.resolve())
         saving = saving_state(place, STATE_GLOBS, blocking=blocking, checksums=checksums)
-        with saving as state, using_format(plugin, None, state.staging):
+        with saving as state, using_format(plugin, state.staging):
             write_state(self, state)
             state.after = delete_old
         naming.iteration += 1
@@ -238,7 +253,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
         pairs = [(optimizer, owner_of(optimizer, self._models)) for optimizer in self._optimizers]
-        with using_format(self.state.fsdp_plugin, stored_format(folder), folder):
+        with using_format(self.state.fsdp_plugin, folder):
             load_models(self, folder)
             for i, (optimizer, model) in enumerate(pairs):
                 if files_of(OPTIMIZER_NAME, i)[0] not in absent:
@@ -285,7 +300,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Prepare as `Accelerator.prepare_scheduler` does; it steps once for each group of ranks with the same rows."""
         prepared = super().prepare_scheduler(scheduler)
         if ranks_per_row() > 1 and not prepared.split_batches:
-            prepared.__class__, prepared.split_batches = RowsScheduler, True
+            self._schedulers[-1] = prepared = RowsScheduler(
+                prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True
+            )
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -296,9 +313,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:  # which is Accelerate's own answer for objects
             use_gather_object = True
-        if not use_gather_object:
-            return gather_once_per_row(self, input_data)
-        return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
+        if use_gather_object:
+            return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
+        state = self.gradient_state
+        rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
+            return torch.cat(gathered.chunk(self.num_processes)[::shared])[:rest]
+
+        return recursively_apply(first_of_each, self.gather(input_data))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call.
@@ -424,44 +447,9 @@ class _DoneByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is no
         """Nothing: `start_state` has compared the sizes with the processes."""
 
 
-def leave_to_model(state: Any) -> None:
-    """Let Accelerate leave what ranks share to the sharded model, in place of the state's config."""
-    config = state.parallelism_config
-    if any(getattr(config, name, 1) > 1 for name in size_names(of_rows=True)):
-        config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks with the same rows
-        state.parallelism_config = config = copy(config)
-        config.__class__ = _DoneByModel
-
-
-def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
-    """Turn an Accelerator into a `ShardedAccelerator`, in place."""
-    check_hooks(ShardedAccelerator, Accelerator)
-    check_hooks(ShardedScaler, torch.amp.GradScaler)
-    if not isinstance(accelerator, ShardedAccelerator):
-        accelerator.__class__ = ShardedAccelerator
-    if type(accelerator.scaler) is torch.amp.GradScaler:
-        accelerator.scaler.__class__ = ShardedScaler
-    leave_to_model(accelerator.state)
-    if ranks_per_row() > 1:
-        loaders = accelerator.dataloader_config
-        if loaders.dispatch_batches:
-            raise ConfigError(
-                f"dispatch_batches=True gives ranks that need the same rows ({shared_rows(', ')}) different ones, or "
-                "all ranks the same. Leave it out: each rank then reads its own rows."
-            )
-        loaders.dispatch_batches = False  # Accelerate's default for streams is True
-    if sync_each_batch:
-        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-    return accelerator
-
-
-def gather_once_per_row(accelerator: Accelerator, tensors: Any) -> Any:
-    """As `gather_for_metrics`, of ranks of which neighbours have the same rows: each row once. Every rank must call."""
-    state, per_row = accelerator.gradient_state, ranks_per_row()
-    rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-
-    def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
-        of_ranks = gathered.chunk(accelerator.num_processes)
-        return torch.cat(of_ranks[::per_row])[:rest]
-
-    return recursively_apply(first_of_each, accelerator.gather(tensors))
+def left_to_model(config: ParallelismConfig, device_type: str) -> ParallelismConfig:
+    """A config by which Accelerate leaves what ranks share to the sharded model. Every rank must call."""
+    config.get_device_mesh(device_type)  # with all axes, by which loaders find the ranks with the same rows
+    own: ParallelismConfig = object.__new__(_DoneByModel)
+    own.__dict__.update(vars(config))
+    return own

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, stored_format, using_format
+from hf_fsdp_tools.integrations.resume import awaiting_state, beginning, check_parts, files_of, using_format
 from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
-from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
-from hf_fsdp_tools.loading.formats.dcp import check_dcp
+from hf_fsdp_tools.integrations.version1 import is_version1
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
@@ -69,11 +69,6 @@ def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
             "Version 1 of FSDP cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
         )
     return nn.ModuleList(several)
-
-
-def files_of(kind: str, index: int) -> tuple[str, str]:
-    """What Accelerate writes of a model or an optimizer: a DCP folder, or one file under FULL_STATE_DICT."""
-    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
 def write_state(accelerator: Any, state: StateSave) -> None:
@@ -129,43 +124,38 @@ def write_part(accelerator: Any, model: Any, optimizer: Any, state: StateSave, i
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
     is_whole = optimizer is not None or not _leaves_base_out(model)
+    chosen: dict[str, torch.Tensor] = {}
     if optimizer is None:
         warn_of_drift(model)
-    chosen: dict[str, torch.Tensor] = {}
     if not is_whole:
         with agreed("preparing the adapter", state.place.where):
             chosen = _tensors_of_adapter(model)
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
-    if "SHARDED" not in str(plugin.state_dict_type):
-        if "FULL" in str(plugin.state_dict_type):
-            state.needed.append(files_of(name, index)[1])
+    folder, file = (state.staging / each for each in files_of(name, index))
+    how = str(plugin.state_dict_type)
+    if plugin.fsdp_version == 1 or "SHARDED" not in how:
+        if "LOCAL" not in how:
+            state.needed.append(f"{folder.name}/{METADATA}" if "SHARDED" in how else file.name)
         if not is_whole:
             whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
                 if rank_and_size()[0] == 0:
-                    named = {plain_name(key): tensor for key, tensor in whole.items()}
-                    torch.save(named, state.staging / files_of(name, index)[1])
+                    torch.save({plain_name(key): tensor for key, tensor in whole.items()}, file)
         elif optimizer is None:
             save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
         all_ranks(None, doing)  # rank 0 writes alone
         return
-    if plugin.fsdp_version == 1:  # by collectives
-        values = sharded_state(plugin, model, optimizer)
-    folder = state.staging / f"{name}_{index}"
     with agreed(doing, folder), storage_errors("save to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if plugin.fsdp_version != 1:
-            options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
-            if not is_whole:
-                held = get_model_state_dict(model)
-                values = {key: held[key] for key in map(plain_name, chosen)}
-            elif optimizer is None:
-                values = get_model_state_dict(model, options=options)
-            else:
-                values = get_optimizer_state_dict(model, optimizer, options=options)
-    state.write_dcp({kind: values}, folder)
+        options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
+        values: dict[str, Any] = (
+            get_model_state_dict(model, options=options if is_whole else None)
+            if optimizer is None
+            else get_optimizer_state_dict(model, optimizer, options=options)
+        )
+    state.write_dcp({kind: values if is_whole else {key: values[key] for key in map(plain_name, chosen)}}, folder)
 
 
 def _leaves_base_out(model: Any) -> bool:
@@ -218,7 +208,7 @@ def load_models(accelerator: Any, folder: Path) -> None:
 def load_optimizer(accelerator: Any, optimizer: Any, model: nn.Module, folder: Path, index: int = 0) -> None:
     """Load the state of an optimizer of a model, as Accelerate does, in the stored format. Every rank must call."""
     plugin, optimizer = accelerator.state.fsdp_plugin, getattr(optimizer, "optimizer", optimizer)
-    with awaiting_state(model, optimizer, folder, index), using_format(plugin, stored_format(folder), folder):
+    with awaiting_state(model, optimizer, folder, index), using_format(plugin, folder):
         load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index)
 
 
@@ -239,12 +229,10 @@ def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
         "holds, and this model does not have,": sorted(stored.keys() - state.keys()),
         "holds in another shape": sorted(n for n in stored.keys() & state.keys() if stored[n] != tuple(state[n].shape)),
     }
-    if found := listed(
-        (f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names), separator="; "
-    ):
+    if found := [f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names]:
         raise CheckpointError(
-            f"{str(folder)!r} is the state of an adapter without its base, and {found}. Make base and adapter as in "
-            "the run that saved it."
+            f"{str(folder)!r} is the state of an adapter without its base, and {'; '.join(found)}. Make base and "
+            "adapter as in the run that saved it."
         )
     return list(stored)
 

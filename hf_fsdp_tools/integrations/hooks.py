@@ -7,22 +7,15 @@ from typing import Any
 from hf_fsdp_tools.diagnostics.environment import untried_versions
 from hf_fsdp_tools.errors import ConfigError, warn
 
-TrainerBase: Any = object
-"""What mixins for a Trainer extend: nothing, of which a checker of types takes everything."""
-
-
-def overridden(own: type) -> list[str]:
-    """The names of the methods that a class of this room defines, all of which override methods of its base."""
-    return [name for name, value in vars(own).items() if inspect.isfunction(value) and not name.startswith("__")]
-
 
 def check_hooks(own: type, base: Any) -> None:
-    """Refuse a base class that lacks a method that `own` overrides, because the method would silently not be called.
+    """Refuse a base class that lacks a method of `own`, all of which override: it would silently not be called.
 
     Warns once per process of versions of Accelerate and transformers that are later than the tested ones.
     """
     _warn_of_untried_versions()
-    if gone := [name for name in overridden(own) if not hasattr(base, name)]:
+    names = [name for name, value in vars(own).items() if inspect.isfunction(value) and not name.startswith("__")]
+    if gone := [name for name in names if not hasattr(base, name)]:
         raise ConfigError(
             f"{own.__name__} overrides {', '.join(gone)}, which the class that it extends does not have: nobody would "
             "call it. Install a version that was tested (`hf-fsdp doctor`)."

@@ -59,7 +59,7 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
     base, plugin, mesh = base_of(model), accelerator.state.fsdp_plugin, mesh_of(accelerator)
-    parallelize_model(base, mesh)
+    parallelize_model(base, mesh, sequence_parallel=plugin.sequence_parallel)
     plan = plan_with_adapters(base, plugin.policy_for(base))
     shard_model(base, plan, mesh=mesh, **plugin.shard_arguments(accelerator))
     send_weights(model, differing)

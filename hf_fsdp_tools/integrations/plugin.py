@@ -27,7 +27,7 @@ from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.extensions.float8 import import_torchao
 from hf_fsdp_tools.extensions.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.extensions.fsdp1.wrap import refuse_copies
-from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.settings import (
     ARGUMENTS,
     VARIABLES,
@@ -152,6 +152,10 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
     ep_size: int = 0
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
+    sequence_parallel: bool | None = None
+    """Between layers that processes share (`tp_size`), each holds its own tokens alone; None reads the variable
+    FSDP_SEQUENCE_PARALLEL, and means False without it."""
+
     activation_checkpointing_every_n_layers: int = 0
     """Checkpoint the first of every n blocks; 0 reads the variable FSDP_ACTIVATION_CHECKPOINTING_EVERY_N_LAYERS, and
     means 1 without it."""
@@ -180,6 +184,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
         self.ep_size = 1 if (size := self._said("ep_size")) is None else size
         if type(self.ep_size) is not int or self.ep_size < 1:
             raise ConfigError(f"ep_size is {size!r}; it must be a whole number, 1 or more.")
+        self.sequence_parallel = bool(self._said("sequence_parallel"))
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
@@ -190,14 +195,18 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def shard_arguments(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Keywords of `shard_model` but the mesh, for an Accelerator with this plugin, which gets our `prepare`."""
+        """Keywords of `shard_model` but the mesh, for an Accelerator with this plugin."""
         if self.fsdp_version != 2:
             raise ConfigError(
                 "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
                 "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, or pass "
                 "fsdp_plugin=FSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
-        adopt(accelerator, sync_each_batch=False)
+        if not isinstance(accelerator, ShardedAccelerator):
+            raise ConfigError(
+                f"This {type(accelerator).__name__} would prepare and save models by Accelerate's own rules. Make it "
+                "with make_accelerator(fsdp_plugin=…), which takes the same arguments."
+            )
         policy, recipe = self.mixed_precision_policy, getattr(accelerator, "ao_recipe_handler", None)
         if self.takes_recipe and recipe is not None:
             policy = Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
@@ -234,8 +243,7 @@ class FSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accel
             raise ConfigError(
                 f"Accelerate is about to wrap {type(model).__name__} by its own rules. In a Trainer, put "
                 "FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, make the "
-                "Accelerator with make_accelerator(fsdp_plugin=…), or pass it to from_pretrained(…, "
-                "accelerator=accelerator) before prepare."
+                "Accelerator with make_accelerator(fsdp_plugin=…)."
             )
         self.auto_wrap_policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))  # type: ignore[assignment]
 

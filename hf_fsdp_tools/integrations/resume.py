@@ -1,5 +1,4 @@
-"""Read training states: what is complete, what is damaged, states of another format or number of ranks; and which
-`checkpoint-N` of a Trainer are deleted."""
+"""Read training states: what is complete, what is damaged, states of another format or number of ranks."""
 
 import random
 import re
@@ -11,41 +10,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils.constants import OPTIMIZER_NAME
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
-from hf_fsdp_tools.integrations.states import remove_checkpoint
-from hf_fsdp_tools.integrations.streams import POSITIONS
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
-from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import plain_name
-from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
+from hf_fsdp_tools.modeling.module_tree import plain_name, replaced
+from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
-from hf_fsdp_tools.saving.states import remove_leftovers
-from hf_fsdp_tools.sharding.adapters import ADAPTER_WEIGHTS
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import first_line, listed, listed_lines, quoted, space_at
-
-_SHARDED, _FULL = ("pytorch_model_fsdp_0", "optimizer_0"), ("pytorch_model_fsdp.bin", "optimizer.bin")
-"""What Accelerate writes under SHARDED_STATE_DICT and FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
+from hf_fsdp_tools.text import first_line, listed, listed_lines, space_at
 
 AVERAGES = "ema_state"
 """Folder with the moving averages, which this package writes."""
 
-_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|" + AVERAGES)
-"""The same of any model and optimizer, and of moving averages."""
+_SHARDED_FOLDER = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{AVERAGES}")
 
 _PICKLED = re.compile(
     r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"
@@ -57,11 +43,10 @@ _RANDOM_STATES = (("random_state", "numpy_random_seed", "torch_manual_seed"), ("
 """Keys of random states; source: accelerate 1.15, checkpointing.py, and transformers 5.17, trainer.py."""
 
 
-def stored_format(folder: Path) -> str | None:
-    """The state dict type in which Accelerate wrote `folder`; None if Accelerate wrote nothing there."""
-    if any((folder / name).is_dir() for name in _SHARDED):
-        return "SHARDED_STATE_DICT"
-    return "FULL_STATE_DICT" if any((folder / name).is_file() for name in _FULL) else None
+def files_of(kind: str, index: int = 0) -> tuple[str, str]:
+    """What Accelerate (1.15, utils/fsdp_utils.py) writes of a model or an optimizer: a DCP folder, or one file under
+    FULL_STATE_DICT."""
+    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
 
 
 def refuse_damage(folder: Path) -> None:
@@ -81,7 +66,7 @@ def refuse_damage(folder: Path) -> None:
             if is_first:
                 check_dcp(below, complete=rank == 0)  # which is the same for all ranks
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
-            device = "meta" if file.name in _FULL else "cpu"
+            device = "meta" if file.name in (f"{FSDP_MODEL_NAME}.bin", f"{OPTIMIZER_NAME}.bin") else "cpu"
             content = load_pickled(file, device=device, safe=TORCH_SAFE_GLOBALS).content
             if not isinstance(content, dict) and not file.name.startswith("custom"):  # of which its object knows
                 raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected a dict. Use another one.")
@@ -170,15 +155,19 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 
 
 @contextmanager
-def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iterator[None]:
-    """Set the plugin's state dict type for a block that reads or writes below `folder`; None leaves it as it is."""
+def using_format(plugin: Any, folder: Path, state_dict_type: str | None = None) -> Iterator[None]:
+    """Set the plugin's state dict type for a block that reads or writes below `folder`; None takes that in which
+    Accelerate wrote there, and leaves it as it is where it wrote nothing."""
+    sharded, whole = zip(*(files_of(kind) for kind in (FSDP_MODEL_NAME, OPTIMIZER_NAME)), strict=True)
+    kinds = {"SHARDED_STATE_DICT": sharded, "FULL_STATE_DICT": whole}
+    found = (kind for kind, files in kinds.items() if any((folder / name).exists() for name in files))
+    state_dict_type = state_dict_type or next(found, None)
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    former = {name: getattr(plugin, name) for name in names}
-    if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
-        plugin.set_state_dict_type(state_dict_type)
     try:
-        with from_stores():
+        with replaced(plugin, **{name: getattr(plugin, name) for name in names}), from_stores():
+            if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # or those of the other type stay
+                plugin.set_state_dict_type(state_dict_type)
             yield
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
@@ -186,9 +175,6 @@ def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iter
             f"torch's distributed checkpoint failed on {len(lines)} rank(s) in {str(folder)!r}{space_at(folder)}. "
             f"Check space and permissions there (TMPDIR, where it goes to a store).\n{listed_lines(lines, 4, head='')}"
         ) from error
-    finally:
-        for name, value in former.items():
-            setattr(plugin, name, value)
 
 
 @contextmanager
@@ -261,7 +247,7 @@ def _without_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int
 ) -> list[torch.nn.Parameter]:
     """The trainable parameters for which a sharded checkpoint holds no optimizer state. Rank 0 reads."""
-    source, begin = folder / f"{OPTIMIZER_NAME}_{index}", "optimizer.state."
+    source, begin = folder / files_of(OPTIMIZER_NAME, index)[0], "optimizer.state."
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}
     without: list[str] = []
@@ -290,153 +276,3 @@ def _warn_of_other_world(folder: Path, manifest: Manifest | None) -> bool:
             "size x processes x accumulation steps), or the position in the data and the schedule mean something else."
         )
     return True
-
-
-# ---- a Trainer's `checkpoint-N` folders ----
-
-STATE_FILES = (
-    "optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth", f"{AVERAGES}/*",
-    POSITIONS,
-)  # fmt: skip
-"""What a Trainer's checkpoint has in addition to the model, of this mixin and of the plain Trainer under FSDP; the
-optimizer first."""
-
-_WEIGHTS = (
-    "*.safetensors", "*/adapter_model.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.bin",
-    "pytorch_model_fsdp_0/*",
-)  # fmt: skip
-"""Weights in any form in which a Trainer resumes."""
-
-TRAINER_GLOBS = (*_WEIGHTS, *STATE_FILES, "*.safetensors.index.json", "config.json", "adapter_config.json")
-"""Files of a checkpoint for its manifest. Others, as a tokenizer's, may come, go and change."""
-
-
-def last_complete(output_dir: str, *, allowed: Collection[str] = ()) -> str | None:
-    """The Trainer's last complete checkpoint, the same on every rank; None where there is none at all.
-
-    A checkpoint is complete with all that its manifest lists, which is written last; one without a manifest (of the
-    plain Trainer) with `trainer_state.json`. Every rank must call; rank 0 decides.
-    """
-    problems: list[str] = []
-    chosen, said = None, ""
-    with agreed("choosing the checkpoint", output_dir):
-        if rank_and_size()[0] == 0 and Path(output_dir).is_dir():
-            for folder in sort_checkpoints(output_dir)[::-1]:
-                if not (fact := problem_of(Path(folder), allowed)):
-                    chosen = folder
-                    break
-                problems.append(f"{folder!r} {fact}")
-            said = listed(problems, separator="; ")
-            if chosen is not None and said:
-                warn(f"Resuming from {Path(chosen).name}: {said}.")
-    chosen, said = all_ranks((chosen, said), "choosing the checkpoint")[0]
-    if said and chosen is None:
-        raise CheckpointError(f"{said}. Give a complete folder; or start anew.")
-    return chosen
-
-
-def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
-    """Why a folder is no complete checkpoint of a Trainer, for messages; "" where it is one."""
-    return _problem_of_state(folder) or damage_of(folder, allowed)
-
-
-_KINDS_IN_STATE: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("global_step", "max_steps", "num_train_epochs"), (int,)),
-    **dict.fromkeys(("epoch", "eval_steps", "logging_steps", "save_steps", "total_flos"), (int, float)),
-    **dict.fromkeys(("best_global_step", "num_input_tokens_seen", "train_batch_size"), (int, type(None))),
-    "best_metric": (int, float, type(None)),
-    "best_model_checkpoint": (str, type(None)),
-    "log_history": (list,),
-    "stateful_callbacks": (dict, type(None)),
-}
-"""The kinds of values in `trainer_state.json`; source: transformers 5.23, trainer_callback.py, `TrainerState`."""
-
-
-def _problem_of_state(folder: Path, args: Any = None) -> str:
-    """The same as far as `trainer_state.json` says it, and with `args` whether its steps can follow."""
-    file = folder / TRAINER_STATE_NAME
-    if not file.is_file() or not file.stat().st_size:
-        return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
-    try:
-        values = read_json_object(file)
-    except CheckpointError as error:
-        return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
-    for key, kinds in _KINDS_IN_STATE.items():
-        value = values.get(key, None if key == "global_step" else kinds[0]())
-        is_needed = args is not None and getattr(args, key.replace("_steps", "_strategy"), None) == "steps"
-        is_wrong = type(value) not in kinds or (is_needed and key in values and value <= 0)
-        if is_wrong or (isinstance(value, list) and not all(isinstance(each, dict) for each in value)):
-            return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(values.get(key))})"
-    try:
-        TrainerState.load_from_json(str(file))
-    except (TypeError, AttributeError) as error:
-        return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
-    return ""
-
-
-def check_checkpoint(trainer: Any, folder: Path) -> None:
-    """Refuse a checkpoint that is damaged or lacks what the trainer goes on with, before anything of it is read.
-
-    Every rank must call.
-    """
-    args = trainer.args
-    with agreed("looking at the trainer's state", folder), storage_errors("read", folder):
-        if problem := _problem_of_state(folder, args):  # each rank reads it
-            cure = "With True, training goes on from the last complete one; or start anew"
-            raise CheckpointError(f"{str(folder)!r} {problem}. {cure}.")
-
-    def parts() -> Iterator[tuple[Sequence[str], str]]:
-        _check_weights(folder)
-        others = [path.name for name in ("optimizer.pt", "global_step*") for path in folder.glob(name)]
-        why = f" in shards ({others[0]} is that of a run without FSDP, which is not read)" if others else ""
-        yield STATE_FILES[:2], f"the optimizer{why}"
-        yield (SCHEDULER_NAME,), "the scheduler"
-        yield from [((SCALER_NAME,), "the loss scale")] * (trainer.accelerator.scaler is not None)
-        yield (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth",), "random states"
-        yield from [((f"{AVERAGES}/{METADATA}",), "the moving averages")] * (settings.ema_decay is not None)
-
-    settings, option = trainer.fsdp_settings, "TrainerSettings(allow_incomplete=True)"
-    check_parts(folder, parts(), STATE_FILES, allowed=settings.allow_incomplete, option=option)
-
-
-def weights_in(folder: Path) -> list[str]:
-    """Files with weights, of the model or of adapters, by their paths in the folder."""
-    return sorted(path.relative_to(folder).as_posix() for pattern in _WEIGHTS for path in folder.glob(pattern))
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuse a folder without weights, and adapters that cannot be opened, which PEFT reads on each rank by itself."""
-    files = weights_in(folder)
-    if not files:
-        raise CheckpointError(
-            f"{str(folder)!r} holds no weights ({WEIGHTS}, {WEIGHTS_INDEX} and its shards, or an adapter's). Use "
-            "another checkpoint."
-        )
-    for file in (folder / name for name in files if name.endswith(ADAPTER_WEIGHTS)):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: is damaged ({first_line(error)}). Use another checkpoint.") from None
-
-
-def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Collection[Path] = ()) -> None:
-    """Delete a Trainer's old checkpoints: keep `limit` in all, the one just saved and the best one among them.
-
-    Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
-    deleted if it is older than the latest. Folders without a number are not touched. For one rank.
-    """
-    remove_leftovers(latest.parent, f"{PREFIX_CHECKPOINT_DIR}-*")
-    if limit is None or limit <= 0:
-        return
-    named = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
-    by_age = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
-    folders = [path for path in by_age if named.fullmatch(path.name)]
-    interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file()]
-    others = [path for path in folders if path.name != latest.name and path not in interrupted]
-    kept = [path for path in others if best is not None and path.resolve() == Path(best).resolve()]
-    surplus = [path for path in others if path not in kept][: max(0, len(others) + 1 - max(limit, 1 + len(kept)))]
-    older = folders[: [path.name for path in folders].index(latest.name)]
-    goes = [path for path in surplus if path.resolve() not in {each.resolve() for each in uploaded}]
-    for path in [*(path for path in interrupted if path in older), *goes]:
-        remove_checkpoint(path)

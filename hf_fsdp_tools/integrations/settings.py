@@ -53,6 +53,8 @@ class Settings(OfAxes):
     """Processes that share each layer and the rows (tensor parallelism): neighbours, best on one machine."""
     ep_size: int = 1
     """Neighbouring processes that share the experts (expert parallelism)."""
+    sequence_parallel: bool = False
+    """Between layers that processes share (`tp_size`), each holds its own tokens alone."""
     fsdp_version: Literal[2] = 2
     """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `FSDPPlugin(fsdp_version=1)`."""
     reshard_after_forward: bool = True
@@ -163,7 +165,10 @@ SETTINGS = (
 )
 """Fields of Settings, and what it has no field for: a check of the file, the plugin or one line answers these."""
 
-OWN_KEYS = ("fsdp_ep_size", "fsdp_activation_checkpointing_every_n_layers", "fsdp_activation_checkpointing_save_ops")
+OWN_KEYS = (
+    "fsdp_ep_size", "fsdp_sequence_parallel", "fsdp_activation_checkpointing_every_n_layers",
+    "fsdp_activation_checkpointing_save_ops",
+)  # fmt: skip
 """Keys of this package, which `accelerate launch` drops: their variables are set for it, as `hf-fsdp RECIPE` does."""
 
 ARGUMENTS = {row.argument: row for row in SETTINGS if row.argument}
@@ -324,6 +329,9 @@ def _conflicts(config: Any) -> Iterator[list[tuple[Any, str, str]]]:
            (per_copy % per_row, f"{above_one(of_rows)} {of_copy}", divisor),
            (ep_size % per_row and ep_size > 1, f"ep_size {ep_size} is no multiple of {' x '.join(of_rows)}",
             "ranks with the same rows share experts too"),
+           (config.sequence_parallel and (config.tp_size == 1 or config.cp_size > 1),
+            f"sequence_parallel with tp_size {config.tp_size} and cp_size {config.cp_size}",
+            "it needs tp_size above 1 and no cp_size"),
            (per_copy % ep_size, f"ep_size {ep_size} {of_copy}", divisor),
            (copies == processes > 1, f"{above_one(of_copies)} leaves one process per copy, so nothing is sharded",
             f"use a smaller divisor of {processes}")]

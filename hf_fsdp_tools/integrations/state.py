@@ -35,7 +35,8 @@ from hf_fsdp_tools.distributed.mesh import (
 )
 from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.extensions.float8 import float8_config
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, left_to_model
+from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
@@ -104,8 +105,9 @@ def make_accelerator(
         raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
     precision = accelerate_kwargs.get("mixed_precision")
     if precision is not None and str(precision) not in PrecisionType.list():
-        word = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-        accelerate_kwargs["mixed_precision"] = precision = word
+        words = {dtype: word for word, dtype in LOW_PRECISION.items()} | {torch.float32: "no"}
+        precision = words.get(as_dtype(precision, "mixed_precision"), precision)
+        accelerate_kwargs["mixed_precision"] = precision
     get = accelerate_kwargs.get
     dynamo = get("dynamo_plugin") or make_dynamo_plugin(get("dynamo_backend"))
     options: dict[str, Any] = {"cpu": bool(get("cpu")), "parallelism_config": get("parallelism_config"), "group": group}
@@ -118,7 +120,9 @@ def make_accelerator(
             f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {accelerator.mixed_precision}. Use "
             "mixed_precision='fp8'."
         )
-    return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
+    if "gradient_accumulation_plugin" not in accelerate_kwargs:
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    return accelerator
 
 
 def _group_of(handlers: Iterable[Any]) -> dict[str, Any]:
@@ -133,9 +137,6 @@ def _group_of(handlers: Iterable[Any]) -> dict[str, Any]:
                 "or leave it out."
             )
     return group
-
-
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
 def start_state(
@@ -157,14 +158,21 @@ def start_state(
     device = torch.device("cpu") if cpu else local_device()
     cpu = device.type == "cpu"
     _check_float8(plugin, mixed_precision, device.type)
-    if AcceleratorState._shared_state:
+    if is_joined := bool(AcceleratorState._shared_state):
         _join_state(plugin, mixed_precision, parallelism_config, dynamo_plugin)
-        _set_timeout(group)
+    else:
+        _start_ranks(device, group or {})
+    if group and "timeout" in group:
+        set_timeout(group["timeout"])  # of a group that runs already, too
+    if is_joined:
         return
-    _start_ranks(device, group or {})
     if parallelism_config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism_config = ParallelismConfig()  # fills itself from the variables next to that one
     parallelism_config = parallelism_config or plugin.copies
+    dims = _check_axes(parallelism_config, plugin)
+    set_model_parallel_size(dims.ranks_per_row)
+    if dims.ranks_per_row > 1:
+        parallelism_config = left_to_model(parallelism_config, device.type)
     own = {"fsdp_plugin": plugin, "dynamo_plugin": dynamo_plugin or TorchDynamoPlugin(), "_from_accelerator": True}
     state = AcceleratorState(mixed_precision, cpu, parallelism_config=parallelism_config, **own)
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
@@ -176,53 +184,11 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    set_model_parallel_size(_check_axes(state.parallelism_config, plugin).ranks_per_row)
-    leave_to_model(state)
 
 
 def _join_state(plugin: FSDPPlugin, mixed_precision: Any, parallelism_config: Any, dynamo_plugin: Any) -> None:
-    """Bring a plugin into the state that a former Accelerator has started."""
+    """Bring a plugin into the state that a former Accelerator has started; refuse what no second one can change."""
     state = AcceleratorState()
-    _refuse_other_state(state, mixed_precision, parallelism_config)
-    if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
-        state.dynamo_plugin = dynamo_plugin
-    if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
-        plugin.set_mixed_precision(state.mixed_precision)
-        state.fsdp_plugin = plugin
-
-
-def _start_ranks(device: torch.device, group: Mapping[str, Any]) -> None:
-    """Start the process group, if none is running, and Accelerate's state of it."""
-    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
-    if is_alone and world_size(os.environ) > 1:
-        PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
-        rank, size = rank_on_node()
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    options = {"timeout": default_timeout(device.type), **group}
-    ensure_process_group(device.type, **options)  # with gloo next to NCCL, which Accelerate does on some variables only
-    PartialState(cpu=device.type == "cpu")
-    _set_timeout(group)  # of a group that runs already, too
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
-
-
-def _set_timeout(group: Mapping[str, Any] | None) -> None:
-    if group and "timeout" in group:
-        set_timeout(group["timeout"])
-
-
-def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
-    """What Accelerate is to know of `torch.compile`; None leaves it to the launcher."""
-    known = {name.lower() for name in DynamoBackend.__members__}
-    name = backend.value if isinstance(backend, DynamoBackend) else backend
-    if name is not None and str(name).lower() not in known:
-        raise ConfigError(f"The backend of torch.compile is {name!r}: unknown{did_you_mean(str(name), known)}")
-    return TorchDynamoPlugin(backend=backend, mode=mode)
-
-
-def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
-    """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
     if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, FSDPPlugin):
         raise ConfigError(
             f"An Accelerator of distributed type {state.distributed_type} exists already in this process. "
@@ -242,6 +208,35 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
             "same, or make the first one of the arguments: make_accelerator(arguments)."
         )
+    if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+        state.dynamo_plugin = dynamo_plugin
+    if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
+        plugin.set_mixed_precision(state.mixed_precision)
+        state.fsdp_plugin = plugin
+
+
+def _start_ranks(device: torch.device, group: Mapping[str, Any]) -> None:
+    """Start the process group, if none is running, and Accelerate's state of it."""
+    is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
+    if is_alone and world_size(os.environ) > 1:
+        PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
+        rank, size = rank_on_node()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    options = {"timeout": default_timeout(device.type), **group}
+    ensure_process_group(device.type, **options)  # with gloo next to NCCL, which Accelerate does on some variables only
+    PartialState(cpu=device.type == "cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # PartialState sets the one of LOCAL_RANK
+
+
+def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
+    """What Accelerate is to know of `torch.compile`; None leaves it to the launcher."""
+    known = {name.lower() for name in DynamoBackend.__members__}
+    name = backend.value if isinstance(backend, DynamoBackend) else backend
+    if name is not None and str(name).lower() not in known:
+        raise ConfigError(f"The backend of torch.compile is {name!r}: unknown{did_you_mean(str(name), known)}")
+    return TorchDynamoPlugin(backend=backend, mode=mode)
 
 
 def _check_gpus(*, cpu: bool) -> None:

@@ -1,8 +1,8 @@
 """Rows that go on where a training state ends: the order of an epoch, the position of each rank in a stream."""
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,7 @@ _SINCE = (5, 1)
 
 def is_stream(dataset: Any) -> bool:
     """Whether rows are read one after another from something that can say where it is, as a stream of datasets."""
-    return (
-        isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    )
+    return isinstance(dataset, IterableDataset) and all(hasattr(dataset, f"{act}state_dict") for act in ("", "load_"))
 
 
 def why_read_again(dataset: Any) -> str:
@@ -238,41 +236,57 @@ def _has_state(loader: Any) -> bool:
 # ---- the Trainer's ----
 
 
-def share_loader(trainer: Any, *, has_state: bool) -> Any:
-    """A loader of a stream that is this rank's share already, which Accelerate would divide once more."""
-    args = trainer.args
-    loader = DataLoader(
-        trainer.train_dataset,
-        args.train_batch_size,
-        collate_fn=trainer.data_collator,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
-    )
-    if not has_state:
+class Stream:
+    """The rows that a Trainer reads one after another: where they begin, and where each rank is in them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.loader: Any = None  # whose position is saved
+        self.goes_on = False  # whether it begins where a training state ends
+        self.begins_at: Path | None = None
+
+    @contextmanager
+    def beginning_at(self, folder: Path | None) -> Iterator[None]:
+        """A block that trains, on from a training state: transformers skips no batches of a loader that goes on."""
+        skip: Callable[..., Any] = transformers.trainer.skip_first_batches
+        self.loader, self.begins_at = None, folder
+
+        def skip_others(loader: Any, num_batches: int = 0) -> Any:
+            return loader if loader is self.loader and self.goes_on else skip(loader, num_batches)
+
+        try:
+            with replaced(transformers.trainer, skip_first_batches=skip_others):
+                yield
+        finally:
+            self.begins_at = None
+
+    def loader_of(self, plain: Callable[[], Any]) -> Any:
+        """The loader of the Trainer's rows, `plain()`, or one of a stream with state, which goes on where the training
+        state ends; one line says why its rows are read again. Every rank must call."""
+        trainer, folder = self.trainer, self.begins_at
+        if not isinstance(trainer.train_dataset, IterableDataset):
+            return plain()
+        reason = why_read_again(trainer.train_dataset)
+        with nullcontext() if reason else replaced(trainer.accelerator.dataloader_config, use_stateful_dataloader=True):
+            loader = self._of_share(not reason) if trainer.fsdp_settings.streams_are_shares else plain()
+        self.loader, self.goes_on = None if reason else loader, False
+        if folder is not None:
+            reason = reason or restore_position(loader, folder, 0)
+            if not reason:
+                self.goes_on, begin = True, loader.set_epoch
+                loader.set_epoch = lambda epoch: begin(max(epoch, loader.iteration))  # the Trainer counts this run's
+            elif rank_and_size()[0] == 0:
+                warn(f"The stream is read again from its first row up to the step of {folder.name!r}, for {reason}.")
         return loader
-    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False, "use_stateful_dataloader": True}
-    return prepare_data_loader(loader, **alone)
 
+    def _of_share(self, has_state: bool) -> Any:
+        """A loader of a stream that is this rank's share already, which Accelerate would divide once more."""
+        args, workers = self.trainer.args, {"num_workers": self.trainer.args.dataloader_num_workers}
+        workers |= {"collate_fn": self.trainer.data_collator, "pin_memory": args.dataloader_pin_memory}
+        loader: Any = DataLoader(self.trainer.train_dataset, args.train_batch_size, **workers)
+        alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False, "use_stateful_dataloader": True}
+        return prepare_data_loader(loader, **alone) if has_state else loader
 
-def going_on() -> AbstractContextManager[None]:
-    """A block in which transformers skips no batches of loaders that begin where a training state ends."""
-    skip: Callable[..., Any] = transformers.trainer.skip_first_batches
-
-    def skip_others(loader: Any, num_batches: int = 0) -> Any:
-        return loader if getattr(loader, "goes_on", False) else skip(loader, num_batches)
-
-    return replaced(transformers.trainer, skip_first_batches=skip_others)
-
-
-def go_on(loader: Any, folder: Path, reason: str) -> None:
-    """Let a Trainer's loader begin where a training state ends; or say in one line that its rows are read again.
-
-    Every rank must call.
-    """
-    reason = reason or restore_position(loader, folder, 0)
-    if not reason:
-        loader.goes_on = True
-        begin = loader.set_epoch
-        loader.set_epoch = lambda epoch: begin(max(epoch, loader.iteration))  # the Trainer counts epochs of this run
-    elif rank_and_size()[0] == 0:
-        warn(f"The stream is read again from its first row up to the step of {folder.name!r}, for {reason}.")
+    def write(self, folder: Path) -> list[str]:
+        """Write this rank's position, if it is exact; return the names of the files of all ranks."""
+        return write_position(self.loader, folder, 0) if self.loader is not None else []

@@ -1,60 +1,37 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer import Trainer
 
 from hf_fsdp_tools.axes import shared_rows
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import ConfigError, storage_errors
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.averages import ParameterEMA
 from hf_fsdp_tools.extensions.context_parallel import whole_outputs
-from hf_fsdp_tools.extensions.last_norm import LastNorm
 from hf_fsdp_tools.extensions.liger import refuse_liger
 from hf_fsdp_tools.extensions.muon.muon import make_muon, wants_muon
-from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, steps_in_backward
-from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
-from hf_fsdp_tools.integrations.accelerator_state import load_optimizer, write_part
+from hf_fsdp_tools.extensions.streamed import ELEMENTWISE, last_norm_of, steps_in_backward
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
+from hf_fsdp_tools.integrations.checkpoints import Averaging, Checkpoints
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
-from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
-from hf_fsdp_tools.integrations.reporting import Measured, ReportingMixin, check_report, report_estimate
-from hf_fsdp_tools.integrations.resume import (
-    AVERAGES,
-    STATE_FILES,
-    TRAINER_GLOBS,
-    awaiting_state,
-    check_checkpoint,
-    check_listed,
-    last_complete,
-    refuse_damage,
-    rotate,
-    stored_format,
-    using_format,
-    weights_in,
-)
+from hf_fsdp_tools.integrations.reporting import Report
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
-from hf_fsdp_tools.integrations.states import StateSave, saving_state
-from hf_fsdp_tools.integrations.streams import go_on, going_on, share_loader, why_read_again, write_position
+from hf_fsdp_tools.integrations.streams import Stream
 from hf_fsdp_tools.integrations.trainer_settings import TrainerSettings
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
@@ -63,29 +40,22 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
-from hf_fsdp_tools.integrations.trl import FROZEN, REWARDING, made_on_shards, shard_frozen
-from hf_fsdp_tools.integrations.version1 import load_into, saveable
-from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
+from hf_fsdp_tools.integrations.trl import REWARDING, FrozenModels, homes_of, made_on_shards
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.saving.durable import sync
-from hf_fsdp_tools.saving.hidden_folder import Folder, check_shared
-from hf_fsdp_tools.saving.publish import SaveReport
-from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
-from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
-from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root
 from hf_fsdp_tools.sharding.sharding import Sharded, sharded_module
-from hf_fsdp_tools.stores import local_folder
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 """Losses of transformers (5.23) that are means over a rank's own rows. The Trainer takes them for means over the whole
 step, because these models take any keyword, and would multiply them by the number of processes."""
 
-_TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
+
+TrainerBase: Any = object  # of which a checker of types takes all methods of a Trainer
 
 
-class FSDPTrainerMixin(PushingMixin, ReportingMixin):
+class FSDPTrainerMixin(TrainerBase):  # type: ignore[misc]  # transformers is not typed
     """Gives a `Trainer` or a subclass of it this package's sharding, precision, saving and resuming.
 
         class MyTrainer(FSDPTrainerMixin, Trainer): ...
@@ -130,15 +100,11 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         >>> trainer.save_model("trained")
     """
 
+    fsdp_settings: TrainerSettings = TrainerSettings()
+    """Given by keyword to a trainer, they take the place of those of its class."""
     ema: ParameterEMA | None = None
-    _stream: Any = None
-    """The loader of a stream whose position is saved."""
-    _last_norm: LastNorm | None = None
-    """What clips the step that runs by the norm of the step before."""
-    _begins_at: Path | None = None
-    """The checkpoint at whose place in a stream training begins."""
-    _saving: StateSave | None = None
-    """The checkpoint that is being saved."""
+    estimated: Any = None  # Has the estimate of a recipe as `values`, on rank 0
+    """The estimate for `report_estimate` where there is one already; None makes one when the training has ended."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -150,8 +116,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
                     f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
                     f"would run. Write class {cls.__name__}({', '.join(ordered)})."
                 )
-            for own in (FSDPTrainerMixin, PushingMixin, ReportingMixin):
-                check_hooks(own, super())
+            check_hooks(FSDPTrainerMixin, super())
         super().__init_subclass__(**kwargs)
 
     def __init__(
@@ -163,9 +128,9 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     ) -> None:
         """Make the Trainer; `optimizers` are set afterwards, because the Trainer refuses them under FSDP. Here they get
         the shards of a plain model in `prepare`."""
-        self._uploads = {}
         self.fsdp_settings = copy(fsdp_settings or self.fsdp_settings)
-        self._measured = Measured()
+        self._frozen, self._stream = FrozenModels(self), Stream(self)
+        self._checkpoints, self._report = Checkpoints(self), Report(self)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with made_on_shards(self):
@@ -188,8 +153,8 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         super().__setattr__(name, value)
-        if name in (*FROZEN, "model"):
-            shard_frozen(self)
+        if name in (*FrozenModels.NAMES, "model") and "_frozen" in vars(self):  # of subclasses some come before
+            self._frozen.shard()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
@@ -210,16 +175,27 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             # TRL's arguments ask for it by default, too; the Trainer refuses both.
             args.activation_checkpointing = args.gradient_checkpointing = False
         use_one_device(args)
-        with _hidden_settings(args, precision):
+        homes = [home for home in homes_of(self) if "Accelerator" in vars(home)]
+        hidden = replaced(
+            args,
+            fsdp_plugin_args=None,  # of which it would make a second plugin
+            save_only_model=False,  # which it refuses under FSDP, as weights in its own format cannot be opened
+            mixed_precision=precision,
+            ddp_find_unused_parameters=bool(args.ddp_find_unused_parameters),  # None means True to it
+        )
+        with hidden, replaced(accelerate, *homes, Accelerator=ShardedAccelerator):
             super().create_accelerator_and_postprocess()
         if hasattr(args, "model_init_kwargs"):
             # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
-        accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
-        self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
-        # transformers' own default is True wherever nothing is recomputed: only what was asked for is taken.
-        asked = bool(args.ddp_find_unused_parameters)
-        self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)
+        if not isinstance(self.accelerator, ShardedAccelerator):
+            raise ConfigError(
+                f"{type(self).__name__} makes a {type(self.accelerator).__name__}, which prepares and saves models by "
+                "Accelerate's own rules. Let create_accelerator_and_postprocess call super(), and change "
+                "trainer.accelerator after that."
+            )
+        if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True):
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
     def get_tp_size(self) -> int:
         """As the Trainer's, with the ranks of context parallelism: they too have one batch and the whole loss of it."""
@@ -290,21 +266,12 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; of a stream with state, a loader that goes on where the checkpoint ends."""
-        if not isinstance(self.train_dataset, IterableDataset):
-            return super().get_train_dataloader()
-        reason = why_read_again(self.train_dataset)
-        with nullcontext() if reason else replaced(self.accelerator.dataloader_config, use_stateful_dataloader=True):
-            is_own = self.fsdp_settings.streams_are_shares
-            loader = share_loader(self, has_state=not reason) if is_own else super().get_train_dataloader()
-        self._stream = None if reason else loader
-        if self._begins_at is not None:
-            go_on(loader, self._begins_at, reason)
-        return loader
+        return self._stream.loader_of(super().get_train_dataloader)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip parameters of all meshes together; the Trainer itself would not divide by the loss scale before."""
-        if self._last_norm is not None:
-            return self._last_norm.norm
+        if self.fsdp_settings.clip_by_last_norm:
+            return last_norm_of(self.optimizer)
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -317,9 +284,20 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         limit, by_last = self.args.max_grad_norm or None, self.fsdp_settings.clip_by_last_norm
         is_last = self.accelerator.sync_gradients and self.accelerator.scaler is None and (by_last or limit is None)
         steps = is_last and (by_last or type(getattr(self.optimizer, "optimizer", None)) in ELEMENTWISE)
-        with steps_in_backward(self.optimizer, limit) if steps else nullcontext() as self._last_norm:
+        rows = self._report.look(inputs)
+        with steps_in_backward(self.optimizer, limit) if steps else nullcontext():
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self._report.keep(loss, rows)
         return loss
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self._report.begin_epoch():
+            super()._run_epoch(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
+        super().log(logs, *args, **kwargs)
+        self._report.check(logs)
 
     def evaluation_loop(self, *positional: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
@@ -330,7 +308,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-            self.gather_function = partial(gather_once_per_row, self.accelerator)
+            self.gather_function = self.accelerator.gather_for_metrics  # also where it would be `gather`
         device = self.accelerator.device
         drawing = [device] if device.type != "cpu" else []
         drawn = torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda")
@@ -351,80 +329,39 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
-        args = self.args
-        folder = local_folder(output_dir if output_dir is not None else args.output_dir, _TO_FOLDERS)
-        tokenizer = self.processing_class
-        if tokenizer is None:
-            tokenizer = getattr(self.data_collator, "tokenizer", None)
-        model, state = saveable(self.model), self._saving
-        if state is None or self.fsdp_settings.blocking:
-            saved: BegunSave | SaveReport = save_pretrained(model, folder, processing_class=tokenizer)
-        elif isinstance(saved := begin_save(model, Folder(folder), tokenizer=tokenizer, blocking=False), BegunSave):
-            state.add_model(saved)
-        with agreed("writing the training arguments", folder), storage_errors("save to", folder):
-            if args.should_save:
-                torch.save(args, folder / "training_args.bin")
-                if state is not None and isinstance(saved, SaveReport):
-                    state.needed += weights_in(folder)
-        if args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+        self._checkpoints.save_model(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """As the Trainer's; while a checkpoint is saved, the hidden folder in which it is made."""
-        if self._saving is not None:
-            return str(self._saving.staging.parent)
-        wait_for_saves()  # who looks for checkpoints finds them complete
-        folder: str = super()._get_output_dir(*args, **kwargs)
-        return folder
+        return self._checkpoints.output_dir(partial(super()._get_output_dir, *args, **kwargs))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the Trainer does, in a hidden folder; once that is complete it gets its name, and old ones go."""
-        args, trainer_state = self.args, self.state
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
-        settings = self.fsdp_settings
-        how = {"blocking": settings.blocking, "checksums": settings.checksums}
-        with saving_state(Folder(folder), TRAINER_GLOBS, **how) as state:
-            self._saving = state
-            state.needed.append(TRAINER_STATE_NAME)
-            try:
-                super()._save_checkpoint(model, trial)  # of the old ones it finds none next to the hidden one
-            finally:
-                self._saving = None
-            with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
-                best_one = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.best_global_step}")
-                if trainer_state.best_global_step and (best_one == folder or best_one.exists()):
-                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked next to the hidden one
-                if args.should_save:
-                    trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
-            best, limit = trainer_state.best_model_checkpoint, args.save_total_limit
-            if args.should_save:
-                place = Path(state.place.where)
-                state.after = lambda: rotate(place, limit, best, uploaded=push_checkpoint(self, folder))
+        self._checkpoints.save(partial(super()._save_checkpoint, model, trial), trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
-        folder, state = Path(output_dir), self._saving
-        assert state is not None
-        with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT", folder):
-            write_part(self.accelerator, self.model, self.optimizer, state, 0)
-            if self.ema is not None:
-                state.write_dcp({"ema": self.ema.state_dict()}, state.staging / AVERAGES)
-        with agreed("saving the scheduler", folder), storage_errors("save to", folder):
-            if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        state.needed.append(SCHEDULER_NAME)
+        self._checkpoints.save_optimizer(Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
-        with agreed("saving the random states", output_dir), storage_errors("save to", Path(output_dir)):
-            super()._save_rng_state(output_dir)
-            ranks = self.args.world_size
-            files = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
-            sync(Path(output_dir, files[self.args.process_index]))
-            if self._stream is not None:
-                files += write_position(self._stream, Path(output_dir), 0)
-        assert self._saving is not None
-        self._saving.needed += files
+        self._checkpoints.save_random_states(Path(output_dir), partial(super()._save_rng_state, output_dir))
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""
+        self._checkpoints.uploads.open(partial(super().init_hf_repo, *args, **kwargs))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model to `output_dir` and upload that folder, with the Trainer's card. Every rank must call."""
+        return self._checkpoints.uploads.push(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the Trainer's model card, or TRL's, of which some words are not true of every model."""
+        self._checkpoints.uploads.write_card(partial(super().create_model_card, *args, **kwargs))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the checkpoint is not complete yet; its upload begins when it is (`Checkpoints.save`)."""
+
+    def _finish_current_push(self) -> None:
+        self._checkpoints.uploads.finish()
 
     # ---- resuming ----
 
@@ -443,67 +380,29 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
             raise ConfigError("clip_by_last_norm needs max_grad_norm above 0, and bf16 or fp32: fp16 scales gradients.")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
-        if resume_from_checkpoint is True:  # which stays where there is none: the Trainer says so
-            allowed = STATE_FILES if self.fsdp_settings.allow_incomplete else ()
-            resume_from_checkpoint = last_complete(self.args.output_dir, allowed=allowed) or True
-        if resume_from_checkpoint and resume_from_checkpoint is not True:
-            check_checkpoint(self, resumed := local_folder(resume_from_checkpoint, _TO_FOLDERS))
-            resume_from_checkpoint = str(resumed)
-        if self.args.save_strategy != SaveStrategy.NO:
-            check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
-        check_report(self)
+        resume_from_checkpoint = self._checkpoints.choose(resume_from_checkpoint)
+        self._report = Report(self)
+        self._report.open()
         self.ema = None
         if self.fsdp_settings.ema_decay is not None:
-            self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
-        is_kept = isinstance(resume_from_checkpoint, str) and not self.args.ignore_data_skip
-        self._measured = Measured()
-        self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
+            self.add_callback(Averaging(self))
         self.args.logging_nan_inf_filter &= self.fsdp_settings.allow_nan
         try:
-            with going_on():
+            with self._stream.beginning_at(None if self.args.ignore_data_skip else self._checkpoints.resumed):
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
-        report_estimate(self)
+        self._report.write()
         return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights into the shards, from a checkpoint of this mixin or of the plain Trainer.
-
-        A library with a format and a method of its own reads the whole model on every rank, whose shards take a part.
-        """
-        model = model if model is not None else self.model
-        folder = Path(resume_from_checkpoint)
-        of_library: Any = super()._load_from_checkpoint
-        if is_of_library(model) and of_library.__func__ is not Trainer._load_from_checkpoint:
-            reshard_units(model)
-            with agreed("loading the weights", folder), original_classes(model):
-                of_library(resume_from_checkpoint)
-            return
-        if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
-            load_into(model, folder)
-            return
-        refuse_damage(folder)
-        with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder), folder):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder, plain = Path(resume_from_checkpoint), super()._load_from_checkpoint
+        self._checkpoints.load_weights(folder, model if model is not None else self.model, plain)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what the checkpoint holds of the two; the Trainer's own loads both or neither."""
-        if checkpoint is None:
-            return
-        folder, plugin = Path(checkpoint), self.accelerator.state.fsdp_plugin
-        has_optimizer = any((folder / name).exists() for name in STATE_FILES[:2])
-        has_scheduler = (folder / SCHEDULER_NAME).is_file()
-        waiting = awaiting_state(self.model, self.optimizer, folder)
-        with waiting, using_format(plugin, stored_format(folder), folder):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if has_optimizer and not has_scheduler:
-            load_optimizer(self.accelerator, self.optimizer, self.model, folder)
-        with agreed("reading the scheduler", folder), storage_errors("read", folder):
-            if has_scheduler and not has_optimizer:
-                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        if checkpoint is not None:
+            self._checkpoints.load_optimizer(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the Trainer's; a rank whose random states cannot be restored stops all of them."""
@@ -525,12 +424,7 @@ class FSDPTrainerMixin(PushingMixin, ReportingMixin):
         return sampler
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
-        wait_for_saves()
-        folder = Path(self.state.best_model_checkpoint)
-        check_listed(folder, allowed=STATE_FILES)
-        self._load_from_checkpoint(str(folder))
-        read_averages(self, folder)
+        self._checkpoints.load_best()
 
 
 def _router_coefficient(model: Any) -> float:
@@ -538,50 +432,6 @@ def _router_coefficient(model: Any) -> float:
     owners, names = (model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef")
     found = (getattr(owner, name, None) for owner in owners for name in names)
     return next((float(value) for value in found if isinstance(value, int | float)), 0.0)
-
-
-class Averaging(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Makes `trainer.ema` when training begins, from a training state if there is one with averages, and keeps it."""
-
-    def __init__(self, trainer: Any, resumed: Path | None) -> None:
-        self.trainer, self.resumed = trainer, resumed
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the averages of weights that are loaded, and read those of the training state. Every rank calls."""
-        trainer = self.trainer
-        if not trainer.accelerator.is_fsdp2:
-            raise ConfigError("ema_decay needs FSDP2: version 1 has parts of several parameters as one. Leave it out.")
-        decay, device = trainer.fsdp_settings.ema_decay, trainer.fsdp_settings.ema_device
-        trainer.ema = ParameterEMA(trainer.model, decay, device=device)
-        if self.resumed is not None:
-            read_averages(trainer, self.resumed)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the parameters as the optimizer has left them."""
-        self.trainer.ema.step()
-
-
-def read_averages(trainer: Any, folder: Path) -> None:
-    """Fill a trainer's averages from those of a training state; where it has none, they stay. Every rank must call."""
-    if trainer.ema is not None and (folder / AVERAGES).is_dir():
-        with using_format(trainer.accelerator.state.fsdp_plugin, None, folder):
-            load({"ema": trainer.ema.state_dict()}, checkpoint_id=folder / AVERAGES)
-
-
-@contextmanager
-def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
-    """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
-
-    The Trainer and Accelerate would make a second plugin, which fails on CPUs with settings for version 1; the state
-    has ours. And the Trainer refuses save_only_model, as its own sharded checkpoints hold no weights to open.
-    """
-    launched = os.environ.pop("ACCELERATE_USE_FSDP", None)
-    try:
-        with replaced(args, fsdp_plugin_args=None, save_only_model=False, mixed_precision=precision):
-            yield
-    finally:
-        if launched is not None:
-            os.environ["ACCELERATE_USE_FSDP"] = launched
 
 
 def _refuse_counted_again(trainer: Any) -> None:

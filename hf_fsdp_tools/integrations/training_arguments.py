@@ -14,6 +14,7 @@ from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import FSDPPlugin
 from hf_fsdp_tools.integrations.settings import ARGUMENTS, TRAINING_KEYS, as_setting, warn_on_node
+from hf_fsdp_tools.modeling.notes import Chosen
 from hf_fsdp_tools.planning.policy import WrapPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
@@ -170,6 +171,7 @@ def _values_of_model(plugin: FSDPPlugin, model: nn.Module, sharding: Sharding) -
         **{f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()},
         "mixed_precision_policy": sharding.mp_policy,
         "ep_size": sharding.axes.dims.ep_size,
+        "sequence_parallel": "sequence_parallel" in Chosen.of(root).features,
     }
     if plugin.fsdp_version == 2 and wanted_values[_UNITS[0]] != _DETECTED:
         plan_of_arguments = plan_with_adapters(root, plugin.policy_for(root))

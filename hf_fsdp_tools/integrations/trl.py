@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -27,31 +28,49 @@ from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import first_lines, quoted
 
-FROZEN = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""
 
+class FrozenModels:
+    """The frozen models of TRL's trainers: the reference (DPO, KTO, GRPO, …) and the teacher (distillation)."""
 
-def shard_frozen(trainer: Any) -> None:
-    """Freeze and shard the frozen models that are set, once the trainer has its Accelerator and its trained model.
+    NAMES = ("ref_model", "teacher_model")
 
-    TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit, which is refused
-    here; it leaves models alone that are sharded already.
-    """
-    held = vars(trainer)
-    accelerator, policy = held.get("accelerator"), held.get("model")
-    if accelerator is None or policy is None or not accelerator.is_fsdp2:
-        return
-    trained = set(policy.parameters())
-    for name, model in ((name, held.get(name)) for name in FROZEN):
-        if isinstance(model, nn.Module) and sharding_of(model) is None and count_units(model) == 1:
-            raise ConfigError(
-                f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
-                "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
-            )
-        if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
-            model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
-            if sharding_of(model) is None:
-                shard_in_place(model, accelerator, [])
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def shard(self) -> None:
+        """Freeze and shard those that are set, once the trainer has its Accelerator and its trained model.
+
+        TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit, which is
+        refused here; it leaves models alone that are sharded already.
+        """
+        held = vars(self.trainer)
+        accelerator, policy = held.get("accelerator"), held.get("model")
+        if accelerator is None or policy is None or not accelerator.is_fsdp2:
+            return
+        trained = set(policy.parameters())
+        for name, model in ((name, held.get(name)) for name in self.NAMES):
+            if isinstance(model, nn.Module) and sharding_of(model) is None and count_units(model) == 1:
+                raise ConfigError(
+                    f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
+                    "Give it plain, or made by from_pretrained(..., accelerator=accelerator)."
+                )
+            if isinstance(model, nn.Module) and trained.isdisjoint(model.parameters()):
+                model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
+                if sharding_of(model) is None:
+                    shard_in_place(model, accelerator, [])
+
+    def made(self, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        """What TRL would load; a reference of the policy's own checkpoint is a copy of it, shard by shard."""
+        if isinstance(model_id, nn.Module):  # AsyncGRPO and its kin (1.16) take a name alone
+            if (attention := kwargs.get("attn_implementation")) is not None:
+                model_id.set_attn_implementation(attention)  # type: ignore[operator]  # transformers' own
+            return model_id
+        policy = vars(self.trainer).get("model")  # set before the reference is made
+        sharding = None if policy is None else sharding_of(policy)
+        # hooks of ranks that divide rows, layers or experts cannot be copied
+        if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
+            return load(model_id, *args, **kwargs)
+        return copy.deepcopy(policy)
 
 
 @contextmanager
@@ -63,42 +82,33 @@ def made_on_shards(trainer: Any) -> Iterator[None]:
     `precompute_ref_log_probs` it would hash the bytes of a state dict, which DTensors do not give, to name the file of
     the log-probabilities.
     """
-    ways: dict[str, Callable[..., Any]] = {"create_model_from_path": partial(_copied, trainer), "hash_module": _hashed}
-    ways["get_peft_model"] = _adapted
-    homes = {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
+    ways: dict[str, Callable[..., Any]] = {
+        "create_model_from_path": trainer._frozen.made,
+        "hash_module": lambda plain, model: digest_of_shards(model) if count_units(model) else plain(model),
+        "get_peft_model": _adapted,
+    }
+    homes = homes_of(trainer)
     makers = (vars(home).get("prepare_peft_model") for home in homes)  # of trainers in trl.experimental
     homes |= {sys.modules[make.__module__] for make in makers if make is not None}
     with ExitStack() as stack:
         for home, name in ((home, name) for home in homes for name in ways if name in vars(home)):
             stack.enter_context(replaced(home, **{name: partial(ways[name], getattr(home, name))}))
         yield
-    _guard_rewards(trainer)
+    for name in REWARDING:
+        if hasattr(trainer, name):
+            setattr(trainer, name, partial(_agreed_rewards, trainer, getattr(trainer, name)))
     stream_to_vllm(trainer)
 
 
-def _copied(trainer: Any, load: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(model_id, nn.Module):  # AsyncGRPO and its kin (1.16) take a name alone
-        if (attention := kwargs.get("attn_implementation")) is not None:
-            model_id.set_attn_implementation(attention)  # type: ignore[operator]  # transformers' own
-        return model_id
-    policy = vars(trainer).get("model")  # set before the reference is made
-    sharding = None if policy is None else sharding_of(policy)
-    # hooks of ranks that divide rows, layers or experts cannot be copied
-    if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
-        return load(model_id, *args, **kwargs)
-    return copy.deepcopy(policy)
+def homes_of(trainer: Any) -> set[ModuleType]:
+    """The modules of a trainer's classes, in which their methods look names up."""
+    return {sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules}
 
 
-def _adapted(
-    plain: Callable[..., Any], model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any
-) -> Any:
+def _adapted(plain: Any, model: nn.Module, config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
     if sharding_of(model) is None:
         return plain(model, config, adapter_name, **kwargs)
     return add_adapter(model, config, adapter_name=adapter_name).train(model.training)
-
-
-def _hashed(plain: Callable[[nn.Module], str], model: nn.Module) -> str:
-    return digest_of_shards(model) if count_units(model) else plain(model)
 
 
 # ---- rewards: a rank whose function fails, or returns none, stops all ranks ----
@@ -107,15 +117,9 @@ REWARDING = ("_calculate_rewards", "_calculate_rewards_from_functions")
 """Methods of TRL's trainers (1.16) that call the reward functions; GRPO's and RLOO's then gather what they returned."""
 
 
-def _guard_rewards(trainer: Any) -> None:
-    """Let the ranks agree on the rewards of a TRL trainer's functions, once after each batch; of others, do nothing."""
-    for name in REWARDING:
-        if hasattr(trainer, name):
-            setattr(trainer, name, partial(_agreed_rewards, trainer, getattr(trainer, name)))
-
-
 def _agreed_rewards(trainer: Any, calculate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What TRL's method returns, if the functions of all ranks returned rewards. Every rank must call."""
+    """What TRL's method returns, if the functions of all ranks returned rewards: they agree once after each batch.
+    Every rank must call."""
     failures: list[ConfigError] = []
     functions = [f if isinstance(f, nn.Module) else _guarded(f, failures) for f in trainer.reward_funcs or ()]
     with replaced(trainer, reward_funcs=functions):
@@ -133,32 +137,35 @@ def _guarded(function: Any, failures: list[ConfigError]) -> Any:
         plain = plain.func
     name = getattr(plain, "__name__", type(plain).__name__)
 
-    def failed(error: Exception, completions: Sequence[Any]) -> list[float]:
-        own = error if isinstance(error, ConfigError) else None
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # behind the call below
-        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-        place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
-        fact = f"{type(error).__name__}: {first_lines(error)}{place}"
-        said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
-        said.__cause__ = error
-        failures.append(own or said)
-        return [0.0] * len(completions)
+    @contextmanager
+    def noting(number: int) -> Iterator[list[Any]]:
+        rewards: list[Any] = []
+        try:
+            yield rewards
+        except Exception as error:
+            own = error if isinstance(error, ConfigError) else None
+            frames = traceback.extract_tb(error.__traceback__)[2:]  # behind this one and the call below
+            lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+            place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
+            fact = f"{type(error).__name__}: {first_lines(error)}{place}"
+            said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
+            said.__cause__ = error
+            failures.append(own or said)
+            rewards[:] = [0.0] * number
 
     if inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None)):  # noqa: B004
 
         async def later(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
-            try:
-                return _checked(name, await function(*args, completions=completions, **kwargs), len(completions))
-            except Exception as error:
-                return failed(error, completions)
+            with noting(len(completions)) as rewards:
+                rewards += _checked(name, await function(*args, completions=completions, **kwargs), len(completions))
+            return rewards
 
         return later
 
     def at_once(*args: Any, completions: Sequence[Any], **kwargs: Any) -> Any:
-        try:
-            return _checked(name, function(*args, completions=completions, **kwargs), len(completions))
-        except Exception as error:
-            return failed(error, completions)
+        with noting(len(completions)) as rewards:
+            rewards += _checked(name, function(*args, completions=completions, **kwargs), len(completions))
+        return rewards
 
     return at_once
 

@@ -36,13 +36,6 @@ def prefer_possible_settings(plugin: Any, *, on_cpu: bool) -> None:
         plugin.state_dict_type = plugin.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
 
 
-def sharded_state(plugin: Any, model: nn.Module, optimizer: Any) -> Any:
-    """The sharded state dict of a model, or of its optimizer; every rank must call."""
-    configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
-    with FullyShardedDataParallel.state_dict_type(model, *configs):
-        return model.state_dict() if optimizer is None else FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
 def saveable(model: nn.Module) -> nn.Module:
     """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, with the names and shapes of a plain
     one."""
@@ -54,8 +47,8 @@ def load_into(model: nn.Module, folder: Path) -> None:
     """Load a checkpoint of the Trainer into a model of either version; missing and unexpected keys are refused."""
     if is_version1(model):
         load_weights_fsdp1(model, folder, strict=True)
-    else:
-        model = getattr(model, "_orig_mod", model)
-        heads = WithHeads.of(model).heads  # not the folder's, which has copies of them and may be deleted
-        load_weights(model, folder, strict=True)
-        WithHeads.put(model, heads=heads)
+        return
+    model = getattr(model, "_orig_mod", model)
+    heads = WithHeads.of(model).heads  # not the folder's, which has copies of them and may be deleted
+    load_weights(model, folder, strict=True)
+    WithHeads.put(model, heads=heads)

@@ -85,6 +85,7 @@ def load_sharded(case: Case, precision: str) -> Any:
         dtype=torch.float32,
         mp_policy=mp_policy,
         mesh=case.dims.build_mesh("cpu"),
+        distributed_config={"enable_sequence_parallel": case.sequence_parallel},
         is_trainable=case.is_adapter,
         activation_checkpointing=case.activation_checkpointing,
         load_kwargs={"progress": False},

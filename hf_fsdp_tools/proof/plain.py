@@ -43,6 +43,7 @@ class Case:
     batches: dict[str, list[dict[str, Any]]]
     """One batch of each kind (rows, padded, packed) for each group of ranks with the same rows."""
     dims: ParallelDims = field(default_factory=ParallelDims)
+    sequence_parallel: bool = False
     fsdp_version: int = 2
     activation_checkpointing: bool = False
     frozen: frozenset[str] = frozenset()

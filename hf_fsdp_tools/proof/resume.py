@@ -44,7 +44,7 @@ def _begin(run: Sharded, seed: int) -> tuple[Any, ...]:
     dims = run.case.dims.resolve(dist.get_world_size())
     sizes = {name: size for name in size_names(of_rows=True) if (size := getattr(dims, name)) > 1}
     sizes |= {"dp_replicate_size": dims.num_copies, "dp_shard_size": dims.dp_shard_size}
-    plugin = FSDPPlugin(ep_size=dims.ep_size)
+    plugin = FSDPPlugin(ep_size=dims.ep_size, sequence_parallel=run.case.sequence_parallel)
     accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
     model = accelerator.prepare(run.model)
     run.look()

@@ -143,6 +143,7 @@ def prove(
     dims: ParallelDims,
     num_processes: int,
     *,
+    sequence_parallel: bool = False,
     fsdp_version: int = 2,
     activation_checkpointing: bool = False,
     adapter: Any = None,
@@ -158,6 +159,7 @@ def prove(
 
     Args:
         dims: the degrees, whose product is `num_processes`.
+        sequence_parallel: whether ranks that share layers hold their own tokens between these.
         adapter: a LoRA configuration of PEFT, or True for one on all linear layers; None trains all weights.
         rows: as a dataset gives them; two make a batch, by `collator`.
 
@@ -185,12 +187,14 @@ def prove(
             case = replace(case, batches={"rows": given_batches(rows, collator, count)})
         case, left_out = (case, {}) if rows else with_kinds(case)
         case = replace(case, dims=dims, fsdp_version=fsdp_version, activation_checkpointing=activation_checkpointing)
+        case = replace(case, sequence_parallel=sequence_parallel)
         if adapter is not None:
             case = with_adapter(case, None if adapter is True else adapter)
         torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
         ranks = _run(num_processes, folder)
     sizes = {name: size for name, size in vars(dims).items() if size > 1 or name == "dp_shard_size"}
     layout = {"num_processes": num_processes, **sizes, "fsdp_version": fsdp_version, "adapter": adapter is not None}
+    layout |= {"sequence_parallel": True} if sequence_parallel else {}
     layout["activation_checkpointing"] = activation_checkpointing
     return make_proof(facts | {"model_type": config.model_type}, layout, ranks, left_out)
 

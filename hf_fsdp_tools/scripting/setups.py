@@ -116,6 +116,7 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "gpus_per_node": rank_on_node()[1],
         "mixed_precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
         "ep_size": plugin.ep_size,
+        "sequence_parallel": plugin.sequence_parallel,
         "reshard_after_forward": plugin.reshard_after_forward is not False,
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,

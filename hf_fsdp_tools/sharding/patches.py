@@ -203,19 +203,23 @@ ELSEWHERE = {
     "extensions.context_parallel": "_deepstack_process: a decoder adds images to parts of rows",
     "extensions.float8": "__class__ of torchao's layer: its weight has no transpose in inference mode (torchao 0.16)",
     "extensions.streamed": "__class__ of FSDP2's record of an offloaded unit",
+    "extensions.sequence_parallel": "all_reduce of tensors on meta; forward of layers: sums of ranks, in parts",
     "extensions.tensor_parallel": "all_reduce of tensors on meta; merge_adapter, merge_and_unload of divided layers",
     "extensions.vllm": "sync_weights, _move_model_to_vllm, _sync_weight_merged, _sync_weight_lora, save_lora_adapter, "
     "send_weights, wait_for_everyone, _streaming_iter, merge_adapter, unmerge_adapter: trl#6798, trl#7103 (TRL 1.16)",
     "foresight.tracing.delta_rule": "kernels of recurrences, in a file of transformers while it is traced",
     "foresight.tracing.dry_run": "find_packed_sequence_indices: fake tensors would get a mask",
-    "integrations.accelerator": "__class__ of Accelerator, scaler and config: accelerate#4177, trl#6843; scaler, "
-    "_models, _optimizers, _schedulers while a state is written",
-    "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank",
+    "integrations.accelerator": "scaler, _models, _optimizers, _schedulers while a state is read",
+    "integrations.embedders": "_load_model of sentence-transformers 6.2, which loads a model whole on every rank; "
+    "forward of that model; set_widget_examples of its card",
     "integrations.pushing": "_name_or_path of a config, where it is a folder",
-    "integrations.streams": "skip_first_batches, of a loader that goes on by itself",
-    "integrations.trainer": "has_mixed_dtensor, by which transformers 5.23 parts groups; use_stateful_dataloader, "
-    "bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, for a call of the Trainer",
-    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16)",
+    "integrations.streams": "skip_first_batches, use_stateful_dataloader, for a call of the Trainer; _fetch_batches, "
+    "_update_state_dict, end, set_epoch of loaders, which go on where a state ends (Accelerate 1.15)",
+    "integrations.trainer": "Accelerator, while a Trainer makes its own; has_mixed_dtensor, by which transformers 5.23 "
+    "parts groups; bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, "
+    "ddp_find_unused_parameters, for a call of the Trainer; set_epoch of a sampler of TRL (1.16)",
+    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16); "
+    "_calculate_rewards, _calculate_rewards_from_functions, by which its ranks come to collectives",
     "loading.dcp_reader": "FileSystemReader, which reads no stores",
     "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",
     "modeling.initialize": "padding_idx: initialisers of some models zero that row of loaded weights",

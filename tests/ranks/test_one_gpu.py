@@ -39,7 +39,16 @@ from tests._dist import num_gpus, run_cases, run_ranks
 from tests._rounding import assert_within
 from tests._training import ShardedTrainer, apart, arguments, by_hand, full_parameters, logged, new_accelerator, train
 from tests._transfers import read_transfers
-from tests.api import Held, Transfer, adopt, allocate, initialize_missing, local_device, weights_4bit, write_transfers
+from tests.api import (
+    Held,
+    ShardedScaler,
+    Transfer,
+    allocate,
+    initialize_missing,
+    local_device,
+    weights_4bit,
+    write_transfers,
+)
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -166,8 +175,7 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> No
     plugin = FSDPPlugin(policy=WHOLE if offload else None, cpu_offload=offload)
     accelerator = new_accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
     if mixed_precision == "fp16" and not _is_gpu():
-        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
-        adopt(accelerator, sync_each_batch=True)
+        accelerator.scaler, accelerator.native_amp = ShardedScaler("cpu"), True  # what Accelerate has on GPUs
     model = from_pretrained(folder, accelerator=accelerator)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "master weights"
     if offload:

@@ -359,7 +359,7 @@ class AsAccelerateSaves(ShardedTrainer):
 
 def foreign(state_dict_type, sources, folder):
     first = trainer_of(model_of(sources["llama"]), folder, kind=AsAccelerateSaves)
-    with using_format(first.accelerator.state.fsdp_plugin, state_dict_type, folder):
+    with using_format(first.accelerator.state.fsdp_plugin, folder, state_dict_type):
         first.train()
     held = {path.name for path in (folder / "checkpoint-1").iterdir()}
     assert ("optimizer_0" in held) == (state_dict_type == "SHARDED_STATE_DICT") and "model.safetensors" not in held

@@ -18,7 +18,7 @@ from hf_fsdp_tools.steps import build_meta_model
 from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units
-from tests.api import ShardedAccelerator, sharding_of, start_state
+from tests.api import start_state
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -132,16 +132,9 @@ def our_plugin_and_a_plain_model(folder):
         accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
 
 
-def our_plugin_and_a_sharded_model(folder):
-    accelerator = _as_on_accelerators(FSDPPlugin())
-    model = from_pretrained(folder, accelerator=accelerator)
-    assert type(accelerator) is ShardedAccelerator
-    held = list(model.parameters())
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(held, lr=0.1))
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
-    accelerator.backward(model(**{key: value[None] for key, value in _row().items()}).loss)
-    optimizer.step()
-    assert num_units(model) == len(sharding_of(model).plan.units)
+def our_plugin_and_a_model_that_would_be_sharded(folder):
+    with pytest.raises(ConfigError, match=r"This Accelerator would .*Make it with make_accelerator\(fsdp_plugin="):
+        from_pretrained(folder, accelerator=_as_on_accelerators(FSDPPlugin()))
 
 
 def accelerates_plugin_with_class_names(folder):
@@ -175,7 +168,7 @@ def an_accelerator_that_runs_fsdp1(folder):
 
 OWN_ACCELERATORS = (
     our_plugin_and_a_plain_model,
-    our_plugin_and_a_sharded_model,
+    our_plugin_and_a_model_that_would_be_sharded,
     accelerates_plugin_with_class_names,
     accelerates_plugin_without,
     an_accelerator_for_cpus,

@@ -37,7 +37,7 @@ from tests._training import (
     num_units,
     train,
 )
-from tests.api import adopt, local_device, sharding_of
+from tests.api import ShardedScaler, local_device, sharding_of
 
 STEPS, ROWS = 3, 2  # optimizer steps, and rows of one micro-batch
 CLIP = 0.5
@@ -133,8 +133,7 @@ def fp16_without_a_scaler(folder: Path) -> None:
 def fp16_with_a_scaler(folder: Path) -> list[float]:
     accelerator = new_accelerator(mixed_precision="fp16")
     if local_device().type == "cpu":
-        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True  # what Accelerate has on GPUs
-        adopt(accelerator, sync_each_batch=True)
+        accelerator.scaler, accelerator.native_amp = ShardedScaler("cpu"), True  # what Accelerate has on GPUs
     model = from_pretrained(folder, accelerator=accelerator, policy=WrapPolicy(replicate=("model.norm",)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model.train(), optimizer)

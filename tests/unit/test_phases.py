@@ -161,8 +161,10 @@ def test_functions_run_by_phase_and_a_context_ends_last_also_after_an_error() ->
     install(layer, [*others, Hook(layer, Phase.CONTEXT, Context), doubled, less])  # in place of the former ones
     one = torch.ones(1, 2)
     assert torch.equal(layer(one), nn.functional.linear(2 * one, layer.weight, layer.bias) - 1)
-    before = ["first_pass", "buffers", "meet", "scales", "memory", "stack", "cast", "enter", "labels", "rows"]
-    assert seen == [*before, "forward", "join", "reach", "copy", "keep", "output", "words", "whole", "leave"]
+    before = ["first_pass", "buffers", "meet", "scales", "memory", "stack", "cast", "enter", "labels"]
+    before += ["tokens", "region", "rows", "own"]
+    after = ["join", "reach", "copy", "keep", "output", "words", "whole_tokens", "whole", "own_again"]
+    assert seen == [*before, "forward", *after, "leave"]
     seen.clear()
     with pytest.raises(ValueError):
         layer(one * torch.nan)
@@ -240,6 +242,7 @@ def test_what_is_replaced_in_libraries_for_a_process_stands_in_one_table() -> No
 
 OWN = {
     "extensions.context_parallel": {"joins_outputs"},
+    "integrations.checkpoints": {"saving"},
     "modeling.packed_weight": {"chunks"},
     "modeling.module_tree": {"__class__"},
 }

@@ -69,6 +69,33 @@ def test_a_plain_trainer_or_accelerator_is_named_and_float16_told_once(folder: P
     assert said.count("weights of LlamaForCausalLM are float16") == 1
 
 
+class OfItsOwn(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """A trainer whose Accelerator is made here."""
+
+    kind: Any = property(lambda self: Accelerator)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator = self.kind(step_scheduler_with_optimizer=False)
+
+
+def test_an_accelerator_is_ours_from_its_beginning_wherever_a_trainer_makes_it(folder: Path, tmp_path: Path) -> None:
+    class OfAnotherKind(Accelerator):  # type: ignore[misc]  # accelerate is not typed
+        pass
+
+    class Ours(FSDPTrainerMixin, OfItsOwn):
+        pass
+
+    trainer = Ours(from_pretrained(folder), arguments(tmp_path), train_dataset=rows())
+    assert isinstance(trainer.accelerator, Accelerator) and not trainer.accelerator.step_scheduler_with_optimizer
+    trainer.train()
+    trainer.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "checkpoint_manifest.json").is_file(), "its methods are ours"
+    Ours.kind = OfAnotherKind
+    with pytest.raises(ConfigError, match=r"Ours makes a OfAnotherKind, which .* rules. Let create_accelerator"):
+        Ours(from_pretrained(folder), arguments(tmp_path), train_dataset=rows())
+
+
 def lora_of(folder: Path) -> Any:
     torch.manual_seed(3)
     return from_pretrained(folder, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
