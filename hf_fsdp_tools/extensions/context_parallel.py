@@ -89,35 +89,31 @@ def _with_loss(model: nn.Module) -> Any:
     return next((part for part in names if takes_words and "loss_function" in names[part]), None)
 
 
+_TOKENS = {True: 44, False: 4}
+"""Tokens of a part with which a model is tried: one that is to enter cut with a multiple of 4 that no size is."""
+
+
 def _tried(model: nn.Module, size: int) -> str:
     """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does.
 
-    How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
+    How readers run, what follows the blocks of a decoder, and whether rows are cut before them, is noted.
     """
-    for module in model.modules():  # another size was perhaps tried before
-        if Reads.of(module) != Reads():
-            Reads.put(module, way="", enters_cut=False)
-    if _running(copy_on_meta(model), _TRIED * size) is None:  # values decide what it computes (images): nothing is said
-        return ""
-    decoder = _decoder(model)
-    Reads.put(decoder, enters_cut=True)
-    if not _tried_so(model, size):
-        return ""
-    for module in model.modules():
-        if Reads.of(module).way:
-            Reads.put(module, way="")
-    Reads.put(decoder, enters_cut=False)
-    return _tried_so(model, size)
+    problem: str | None = None
+    for enters_cut in _TOKENS:
+        for module in model.modules():  # another size was perhaps tried before
+            if Reads.of(module) != Reads():
+                Reads.put(module, way="", enters_cut=False)
+        Reads.put(_decoder(model), enters_cut=enters_cut)
+        if (problem := _tried_so(model, size, _TOKENS[enters_cut])) == "":
+            break
+    return problem or ""
 
 
-_TRIED = 44
-"""Tokens of a part that is tried: a multiple of 4, and no size of a tiny or a common model."""
-
-
-def _tried_so(model: nn.Module, size: int) -> str:
+def _tried_so(model: nn.Module, size: int, tokens: int) -> str | None:
+    """The same, as the model is noted to enter; None where values decide what it computes, so that nothing is said."""
     twin = copy_on_meta(model)
-    run = _running(twin, _TRIED * size)
-    assert run is not None
+    if (run := _running(twin, tokens * size)) is None:
+        return None
     names = {module: name for name, module in twin.named_modules()}
     readers = {module: way for block in _blocks(twin).values() for module, way in find_readers(block, size)}
     found = [module for module, way in readers.items() if not way and may_read_keys(module, way)]
