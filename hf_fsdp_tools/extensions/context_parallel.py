@@ -30,6 +30,7 @@ from hf_fsdp_tools.extensions.entry import Entry, Replaced, Watched
 from hf_fsdp_tools.extensions.readers import (
     Reads,
     find_readers,
+    heads_shared_in,
     hooks_of_readers,
     may_read_keys,
     mixes_tokens_itself,
@@ -52,6 +53,13 @@ _DEEPSTACK = "_deepstack_process"
 
 def check_rows(model: nn.Module, size: int) -> None:
     """Refuse a model whose rows so many ranks cannot share: it is tried on meta. Nothing is communicated."""
+    blocks = _blocks(model) if hasattr(model, "get_decoder") else {}
+    heads = min((heads for block in blocks.values() for heads in heads_shared_in(block)), default=size)
+    if heads < size:
+        raise ConfigError(
+            f"{type(model).__name__} has {heads} attention heads, of which each of cp_size {size} ranks needs one: the "
+            f"largest cp_size that goes is {heads}."
+        )
     if problem := _refusal(model, size) or _tried(model, size):
         raise ConfigError(
             f"{type(model).__name__} cannot be trained with cp_size {size}: {problem}. Leave cp_size out; long rows "

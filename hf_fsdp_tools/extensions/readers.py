@@ -80,6 +80,15 @@ def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[
         yield from inner
 
 
+def heads_shared_in(block: nn.Module) -> Iterator[int]:
+    """Yield how many heads each attention below a block has that calls transformers' attention functions."""
+    for module in block.modules():
+        if _ATTENTION in _functions(type(module).forward):
+            heads = getattr(config_of_layer(module), "num_attention_heads", None)
+            if isinstance(heads, int):
+                yield heads
+
+
 def may_read_keys(module: Any, way: frozenset[str]) -> bool:
     """Whether a reader may be tried with the keys of whole rows: attention that takes a cache and any mask."""
     is_attention = _ATTENTION in _functions(type(module).forward) and hasattr(module, "config")
