@@ -52,8 +52,9 @@ class Entry:
         others = tree_leaves([value for name, value in given.items() if not _OF_WORDS.fullmatch(name)])
         if not any(isinstance(each, torch.Tensor) and each.dim() > 1 for each in others):
             return True
-        puts = any({_PLACES, "masked_scatter"} <= names for names in self._names.values())
-        return puts and given.get("input_ids") is not None
+        puts = (names for names in self._names.values() if {_PLACES, "masked_scatter"} <= names)
+        counts = [bool({"numel", "torch_compilable_check"} & names) for names in puts]  # compared with all features
+        return counts == [False] and given.get("input_ids") is not None
 
     def cut(self, given: dict[str, Any]) -> dict[str, Any]:
         """The inputs with this rank's part of ids, positions and embeddings; positions are those that the model would
@@ -135,12 +136,18 @@ def _positions_of_rows(inner: Callable[..., Any], *args: Any, rows: Rows, **kwar
     """This rank's part of positions that follow from images in whole rows; without these, from places alone."""
     if not rows.entered_cut:
         return inner(*args, **kwargs)
-    given = inspect.signature(inner).bind(*args, **kwargs).arguments
-    length = rows.part_length * rows.size
-    found = inner(**given | {"input_ids": rows.ids, "inputs_embeds": _whole(given.get("inputs_embeds"), rows)})
+    found, own = _called_with_rows(inner, args, kwargs, rows)
     if found is None:
-        found = torch.arange(length, device=given["inputs_embeds"].device).expand(given["inputs_embeds"].shape[0], -1)
+        found = torch.arange(rows.part_length * rows.size, device=own.device).expand(own.shape[0], -1)
     return rows.part(found, -1)
+
+
+def _called_with_rows(inner: Callable[..., Any], args: Any, kwargs: Any, rows: Rows) -> tuple[Any, Any]:
+    """What a method says of the ids of whole rows; and the embeddings of own tokens that it was given."""
+    given = inspect.signature(inner).bind(*args, **kwargs)
+    own = given.arguments.get("inputs_embeds")
+    given.arguments |= {"input_ids": rows.ids, "inputs_embeds": _whole(own, rows)}
+    return inner(*given.args, **given.kwargs), own
 
 
 # ---- images ----
@@ -150,8 +157,7 @@ def _places_of_rows(inner: Callable[..., Any], *args: Any, rows: Rows, **kwargs:
     """Which of this rank's tokens are images, by a method that compares the number of all with that of features."""
     if not rows.entered_cut:
         return inner(*args, **kwargs)
-    given = inspect.signature(inner).bind(*args, **kwargs).arguments
-    found = inner(**given | {"input_ids": rows.ids, "inputs_embeds": _whole(given["inputs_embeds"], rows)})
+    found, _ = _called_with_rows(inner, args, kwargs, rows)
 
     def part(mask: torch.Tensor, dim: int) -> torch.Tensor:
         return rows.part(mask[..., :1] if mask.dim() == 3 else mask, dim)

@@ -5,11 +5,13 @@ from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
+from benchmarks.long_rows import compared
 from hf_fsdp_tools import ParallelDims
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import randomize, tiny_config
@@ -105,8 +107,18 @@ def bytes_fall_with_the_ranks(kind: str, ranks: int) -> None:
     assert growth[1] < 1.15 * growth[0] / ranks, (kind, peaks)
 
 
-@fast_and_nightly(lambda kinds, ranks: [(kind, ranks[0]) for kind in FAST], list(KINDS), [2, 4])
+@fast_and_nightly(lambda kinds, ranks: [*((kind, ranks[0]) for kind in FAST), (FAST[1], ranks[1])], list(KINDS), [2, 4])
 def test_bytes_of_a_rank_fall_with_the_ranks(combinations: Any) -> None:
     for ranks in (2, 4):
         cases = {kind: partial(bytes_fall_with_the_ranks, kind, ranks) for kind, of in combinations if of == ranks}
         run_ranks(run_cases, ranks, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("documents", [1, 40])
+def test_steps_on_a_long_row_are_those_of_one_process(documents: int) -> None:
+    """As `benchmarks/long_rows.py` runs on 131,072 tokens."""
+    one, *shared = compared(3072, documents, 3, [2, 4])
+    assert one["loss apart"] == 0 and [each["ranks"] for each in shared] == [2, 4]
+    for each in shared:
+        assert each["loss apart"] < 1e-6 and each["weights apart"] < 1e-6, each
