@@ -138,7 +138,8 @@ def _positions_of_rows(inner: Callable[..., Any], *args: Any, rows: Rows, **kwar
         return inner(*args, **kwargs)
     found, own = _called_with_rows(inner, args, kwargs, rows)
     if found is None:
-        found = torch.arange(rows.part_length * rows.size, device=own.device).expand(own.shape[0], -1)
+        tokens = own if rows.ids is None else rows.ids
+        found = torch.arange(rows.part_length * rows.size, device=tokens.device).expand(tokens.shape[0], -1)
     return rows.part(found, -1)
 
 
