@@ -25,7 +25,7 @@ from hf_fsdp_tools.modeling.module_tree import has_forward
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Undo
 
 _MAKES_MASKS = re.compile("create_.*mask.*")
-_PLACES, _POSITIONS = "get_placeholder_mask", "compute_3d_position_ids"
+_PLACES, _POSITIONS = re.compile("get_.*placeholder_mask"), "compute_3d_position_ids"
 """Methods of transformers' models that read images: which tokens are images; positions of all tokens of rows."""
 _BY_VALUES = re.compile("cumsum|position_ids_from|rope_index")
 """Names in code that makes positions of the values of ids or masks."""
@@ -40,19 +40,23 @@ class Entry:
         self.model, self._decoder, self._rows = model, decoder, rows
         around = [each for each in model.modules() if any(below is block for below in each.modules())][:-1]
         self._names = {each: _names_in(each) for each in around if has_forward(each)}
+        self._places = {
+            each: places for each in self._names if (places := [*filter(_PLACES.fullmatch, self._names[each])])
+        }
         inner = {each for child in decoder.children() if child not in self._names for each in child.modules()}
         self._by_values = any(_BY_VALUES.search(name) for each in {*self._names, *inner} for name in _names_in(each))
+        self._has_positions = any(hasattr(each, _POSITIONS) for each in self._names)
         self._takes = [*inspect.signature(model.forward).parameters]
 
     def suits(self, given: Mapping[str, Any]) -> bool:
         """Whether these inputs may be cut: positions are given or follow from places in a row alone, and images are put
         into rows by code that is known."""
-        if given.get("position_ids") is None and self._by_values and not self._has(_POSITIONS):
+        if given.get("position_ids") is None and self._by_values and not self._has_positions:
             return False
         others = tree_leaves([value for name, value in given.items() if not _OF_WORDS.fullmatch(name)])
         if not any(isinstance(each, torch.Tensor) and each.dim() > 1 for each in others):
             return True
-        puts = (names for names in self._names.values() if {_PLACES, "masked_scatter"} <= names)
+        puts = (self._names[each] for each in self._places if "masked_scatter" in self._names[each])
         counts = [bool({"numel", "torch_compilable_check"} & names) for names in puts]  # compared with all features
         return counts == [False] and given.get("input_ids") is not None
 
@@ -62,7 +66,7 @@ class Entry:
         rows = self._rows
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         rows.ids, rows.position_ids = given.get("input_ids"), given.get("position_ids")
-        if rows.position_ids is None and "position_ids" in self._takes and not self._has(_POSITIONS):
+        if rows.position_ids is None and "position_ids" in self._takes and not self._has_positions:
             given["position_ids"] = rows.position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         names = ["input_ids", "inputs_embeds", "position_ids"]
         if "token_type_ids" in inspect.signature(self._decoder.forward).parameters:  # which it embeds
@@ -80,10 +84,11 @@ class Entry:
             makers = {name: made for name, made in known.items() if _MAKES_MASKS.fullmatch(name) and callable(made)}
             own = {name: partial(_mask_of_rows, inner=made, rows=rows, kind=kind) for name, made in makers.items()}
             yield Hook(each, Phase.CONTEXT, partial(called_instead, known, own))
-            for name, call in ((_PLACES, _places_of_rows), (_POSITIONS, _positions_of_rows)):
-                if hasattr(each, name):
-                    yield Replaced(each, name, partial(call, rows=rows))
-        if self._has(_PLACES):
+            for name in self._places.get(each, ()):
+                yield Replaced(each, name, partial(_places_of_rows, rows=rows))
+            if hasattr(each, _POSITIONS):
+                yield Replaced(each, _POSITIONS, partial(_positions_of_rows, rows=rows))
+        if self._places:
             words = _words_of(rows)
             embedding = model.get_input_embeddings()  # type: ignore[operator]  # transformers' own
             yield Hook(embedding, Phase.WHOLE, partial(_as_words, words=words, rows=rows))
@@ -92,9 +97,6 @@ class Entry:
             if getattr(each, "rope_type", None) is not None:
                 yield Hook(each, Phase.ROWS, partial(_add_last_position, rows=rows))
                 yield Hook(each, Phase.WHOLE, partial(_drop_last_position, rows=rows))
-
-    def _has(self, method: str) -> bool:
-        return any(hasattr(each, method) for each in self._names)
 
 
 def _names_in(module: nn.Module) -> set[str]:
@@ -106,6 +108,8 @@ class Replaced:
 
     def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
         self._module, self._name = module, name
+        if getattr(vars(module).get(name), "func", None) is getattr(call, "func", call):  # of the model that was copied
+            delattr(module, name)
         setattr(module, name, partial(call, getattr(module, name)))
 
     def remove(self) -> None:
