@@ -67,7 +67,8 @@ class Entry:
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         rows.ids, rows.position_ids = given.get("input_ids"), given.get("position_ids")
         if rows.position_ids is None and "position_ids" in self._takes and not self._has_positions:
-            given["position_ids"] = rows.position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            rows.position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+            given["position_ids"] = rows.position_ids
         names = ["input_ids", "inputs_embeds", "position_ids"]
         if "token_type_ids" in inspect.signature(self._decoder.forward).parameters:  # which it embeds
             names.append("token_type_ids")
@@ -178,7 +179,11 @@ def _words_of(rows: Rows) -> type[torch.Tensor]:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.Tensor.masked_scatter and not kwargs:
                 words, mask, source = args
-                args = (words, mask, source.reshape(-1, words.shape[-1])[rows.places(mask[..., 0])])
+                args = (
+                    words,
+                    mask,
+                    source.reshape(-1, words.shape[-1])[rows.places(mask.as_subclass(torch.Tensor)[..., 0])],
+                )
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     return Words
