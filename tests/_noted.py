@@ -1,11 +1,14 @@
 """Notes of what a block of a test calls: functions of others, and operators of PyTorch."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -33,3 +36,29 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.sum += self.count(func, *args)
         return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes that operators of a block make and that are not freed, at most; and the shapes of all floats they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.peak = self.largest = 0
+        self._live: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if type(each) is torch.Tensor}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if not isinstance(each, torch.Tensor) or each.untyped_storage().nbytes() == 0:
+                continue
+            storage = each.untyped_storage()
+            if each.is_floating_point() and id(storage) not in given:
+                self.shapes.add(tuple(each.shape))
+            reference = weakref.ref(storage, lambda gone: self._live.pop(gone, None))
+            if id(storage) not in given and reference not in self._live:
+                self._live[reference] = storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+                self.peak = max(self.peak, sum(self._live.values()))
+        return result

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group have the same rows, each with a part of every sequence.
 
-Up to the first block the model's own code runs on whole rows, so embeddings, rotary angles and masks of every kind
-(causal, sliding, chunked, packed) are the model's. There each rank cuts out its part of the hidden states. What reads
-other tokens in a block is the model's own code, too, and `readers` says how it runs. Norms, experts, head and loss see
-the rank's tokens alone.
+A model is called with whole rows of integers, of which each rank cuts out its part before they are embedded; `entry`
+says what its own code makes of whole rows all the same, such as masks of every kind (causal, sliding, chunked, packed).
+Code that counts tokens before the first block runs on whole rows up to there. What reads other tokens in a block is the
+model's own code, too, and `readers` says how it runs. Norms, experts, head and loss see the rank's tokens alone.
 
     rows      input_ids, labels, position_ids: whole, the same on every rank of a group
     part      positions [rank * length / size, (rank + 1) * length / size) of a row
@@ -26,9 +26,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.entry import Entry, Replaced, Watched
 from hf_fsdp_tools.extensions.readers import (
     Reads,
     find_readers,
+    heads_shared_in,
     hooks_of_readers,
     may_read_keys,
     mixes_tokens_itself,
@@ -51,6 +53,13 @@ _DEEPSTACK = "_deepstack_process"
 
 def check_rows(model: nn.Module, size: int) -> None:
     """Refuse a model whose rows so many ranks cannot share: it is tried on meta. Nothing is communicated."""
+    blocks = _blocks(model) if hasattr(model, "get_decoder") else {}
+    heads = min((heads for block in blocks.values() for heads in heads_shared_in(block)), default=size)
+    if heads < size:
+        raise ConfigError(
+            f"{type(model).__name__} has {heads} attention heads, of which each of cp_size {size} ranks needs one: the "
+            f"largest cp_size that goes is {heads}."
+        )
     if problem := _refusal(model, size) or _tried(model, size):
         raise ConfigError(
             f"{type(model).__name__} cannot be trained with cp_size {size}: {problem}. Leave cp_size out; long rows "
@@ -88,17 +97,31 @@ def _with_loss(model: nn.Module) -> Any:
     return next((part for part in names if takes_words and "loss_function" in names[part]), None)
 
 
+_TOKENS = {True: 44, False: 4}
+"""Tokens of a part with which a model is tried: one that is to enter cut with a multiple of 4 that no size is."""
+
+
 def _tried(model: nn.Module, size: int) -> str:
     """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does.
 
-    How readers run, and what follows the blocks of a decoder, is noted where they do not run as they look.
+    How readers run, what follows the blocks of a decoder, and whether rows are cut before them, is noted.
     """
-    for module in model.modules():  # another size was perhaps tried before
-        if Reads.of(module).way:
-            Reads.put(module, way="")
+    problem: str | None = None
+    for enters_cut in _TOKENS:
+        for module in model.modules():  # another size was perhaps tried before
+            if Reads.of(module) != Reads():
+                Reads.put(module, way="", enters_cut=False)
+        Reads.put(_decoder(model), enters_cut=enters_cut)
+        if (problem := _tried_so(model, size, _TOKENS[enters_cut])) == "":
+            break
+    return problem or ""
+
+
+def _tried_so(model: nn.Module, size: int, tokens: int) -> str | None:
+    """The same, as the model is noted to enter; None where values decide what it computes, so that nothing is said."""
     twin = copy_on_meta(model)
-    if (run := _running(twin, 4 * size)) is None:  # values decide what it computes (images), so nothing can be said
-        return ""
+    if (run := _running(twin, tokens * size)) is None:
+        return None
     names = {module: name for name, module in twin.named_modules()}
     readers = {module: way for block in _blocks(twin).values() for module, way in find_readers(block, size)}
     found = [module for module, way in readers.items() if not way and may_read_keys(module, way)]
@@ -110,7 +133,8 @@ def _tried(model: nn.Module, size: int) -> str:
         rows = Rows(None, 0, size)
         install(twin, _made(twin, rows))
         try:
-            run()
+            with Watched(rows) as watched:
+                run()
         except Exception as error:
             selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
             running = [each for each in selves if isinstance(each, nn.Module) and each in names]
@@ -122,7 +146,7 @@ def _tried(model: nn.Module, size: int) -> str:
         else:
             if not rows.reached_blocks:
                 return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
-            return ""
+            return f"it counts tokens ({watched.counted})" if rows.entered_cut and watched.counted else ""
 
 
 def _running(twin: nn.Module, length: int) -> Callable[[], None] | None:
@@ -186,18 +210,26 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Undo]:
     decoder, with_loss = _decoder(model), _with_loss(model)
     base = getattr(model, "base_model", model)
     joins_at_end = Reads.of(decoder).way == "rows"
-    between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
+    entry, base_entry = (
+        Entry(each, decoder, blocks[0], rows) if Reads.of(decoder).enters_cut else None for each in (model, base)
+    )
+    before = partial(_before_model, rows=rows, with_loss=with_loss)
+    alone = [
+        Hook(base, Phase.ROWS, partial(_before_base, before=before, entry=base_entry)),
+        Hook(base, Phase.WHOLE, partial(_after_base, rows=rows)),
+    ]
+    between = [Replaced(decoder, _DEEPSTACK, partial(_add_to_part, rows=rows))] if hasattr(decoder, _DEEPSTACK) else []
     return [
         *hooks_of_readers(blocks, rows),
         *between,
+        *(entry.hooks() if entry else ()),
         Hook(model, Phase.CONTEXT, partial(_own_loss, with_loss, rows)),
-        Hook(model, Phase.ROWS, partial(_before_model, rows=rows, with_loss=with_loss)),
+        Hook(model, Phase.ROWS, partial(before, entry=entry)),
         *(Hook(block, Phase.ROWS, partial(_before_block, rows=rows)) for block in blocks),
         *([Hook(blocks[-1], Phase.WHOLE, partial(_join_hidden, rows=rows))] if joins_at_end else []),
         Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows, cuts_hidden=joins_at_end)),
         Hook(model, Phase.WHOLE, partial(_after_model, rows=rows)),
-        *([Hook(base, Phase.ROWS, partial(_before_base, rows=rows, with_loss=with_loss))] if base is not model else []),
-        *([Hook(base, Phase.WHOLE, partial(_after_base, rows=rows))] if base is not model else []),
+        *(alone if base is not model else []),
     ]
 
 
@@ -231,31 +263,20 @@ def _is_of_words_and_size(stack: Iterable[ModuleNode]) -> tuple[bool, int]:
 # ---- rows and parts ----
 
 
-class _Replaced:
-    """Lets a decoder add what it saw of images to the hidden states of this rank's tokens, until it is removed."""
-
-    def __init__(self, decoder: Any, name: str, rows: Rows) -> None:
-        self._decoder, self._name = decoder, name
-        setattr(decoder, name, partial(_add_to_part, getattr(decoder, name), rows=rows))
-
-    def remove(self) -> None:
-        """Give the decoder its own method back."""
-        delattr(self._decoder, self._name)
-
-
 def _add_to_part(
     inner: Callable[..., torch.Tensor], hidden: torch.Tensor, is_image: Any, images: torch.Tensor, *, rows: Rows
 ) -> torch.Tensor:
     """Add the features of the images' tokens, which are in the order of those of whole rows."""
     if not rows.is_cut:
         return inner(hidden, is_image, images)
-    is_own = rows.part(is_image, 1)
-    places = rows.part(is_image.flatten().cumsum(0).view_as(is_image) - 1, 1)
-    return inner(hidden, is_own, images[places[is_own]])
+    is_own = is_image if rows.entered_cut else rows.part(is_image, 1)
+    return inner(hidden, is_own, images[rows.places(is_own)])
 
 
-def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, with_loss: Any) -> Any:
-    """Pad whole rows to a multiple of the ranks, and take this rank's part of the labels."""
+def _before_model(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows, with_loss: Any, entry: Entry | None
+) -> Any:
+    """Pad whole rows to a multiple of the ranks, and take this rank's part of them, and of the labels."""
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
     rows.is_cut = not given.get("use_cache") and all(given.get(name) is None for name in CACHES)
     if not rows.is_cut:
@@ -265,12 +286,15 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         raise ConfigError("With cp_size, a model is called with input_ids or inputs_embeds, and returns no tuple.")
     rows.compare(tokens)
     rows.length, rows.has_mask = tokens.shape[1], given.get("attention_mask") is not None
-    rows.labels, rows.loss_was_computed = None, False
+    rows.labels, rows.position_ids, rows.loss_was_computed = None, None, False
     if rows.length % rows.size and not (rows.has_mask or rows.is_causal):  # tokens would attend to the padding
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     if rows.length % rows.size and rows.angles_follow_length and given.get("position_ids") is None:
         given["position_ids"] = torch.arange(rows.length, device=tokens.device).expand(tokens.shape[0], -1)
     given = {name: _padded(name, value, rows) for name, value in given.items()} | {"use_cache": False}
+    rows.entered_cut = entry is not None and entry.suits(given)
+    if entry is not None and rows.entered_cut:
+        given = entry.cut(given)
     rows.kept = given.pop("logits_to_keep", 0)
     labels, shifted = given.get("labels"), given.pop("shift_labels", None)
     if shifted is None and labels is None:
@@ -293,10 +317,11 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     return (), given
 
 
-def _before_base(base: Any, args: Any, kwargs: Any, *, rows: Rows, with_loss: Any) -> Any:
+def _before_base(base: Any, args: Any, kwargs: Any, *, before: Any, entry: Entry | None) -> Any:
     """As `_before_model`, for a base that is called alone."""
+    rows: Rows = before.keywords["rows"]
     rows.is_alone = not rows.in_pass
-    return _before_model(base, args, kwargs, rows=rows, with_loss=with_loss) if rows.is_alone else (args, kwargs)
+    return before(base, args, kwargs, entry=entry) if rows.is_alone else (args, kwargs)
 
 
 def _after_base(base: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
@@ -318,8 +343,11 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
         return nn.functional.pad(value[..., places, :], (0, missing), value=hidden)
     if value.shape[-1] != rows.length or value.dim() not in (2, 3):
         return value
-    if name == "position_ids":  # a document of its own, which makes no row longer: some rotary angles follow the length
-        return torch.cat([value, torch.arange(missing, device=value.device).expand(*value.shape[:-1], -1)], -1)
+    if name == "position_ids":  # some rotary angles follow the length, which no row may exceed
+        last = -1 if rows.angles_follow_length else value[..., -1:]
+        return torch.cat(
+            [value, (last + torch.arange(1, missing + 1, device=value.device)).expand(*value.shape[:-1], -1)], -1
+        )
     return nn.functional.pad(value, (0, missing), value=IGNORED if "labels" in name else 0)
 
 

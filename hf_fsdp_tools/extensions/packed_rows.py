@@ -1,23 +1,25 @@
 """Rows that hold several documents attend by torch's kernel for lengths that vary: no mask of tokens by tokens is made.
 
 transformers finds the documents in `position_ids` that begin anew, and describes a mask by a function of two tokens. On
-a GPU, a decoder whose attention is sdpa gets a pair of transformers' interface in its place: a function that makes the
-list of documents of that description, where it is one, and an attention function that takes this list. Rows of
-one document, padded ones, and caches stay with sdpa.
+a GPU, or where ranks share rows, a decoder whose attention is sdpa gets a pair of transformers' interface in its place:
+a function that makes the list of documents of that description, where it is one, and an attention function that takes
+this list. Rows of one document, padded ones, and caches stay with sdpa.
 """
 
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
+from hf_fsdp_tools.accelerator import runs_documents
 from hf_fsdp_tools.extensions.readers import Reads
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import Chosen
@@ -91,7 +93,8 @@ def attend(
     """Attention of documents, or sdpa's. Queries, keys and values are (rows, heads, tokens, width); the result is
     (rows, tokens, heads, width).
 
-    What the kernel lacks, flex_attention does (fp32, heads wider than 256), or sdpa with a mask (dropout, biases).
+    What the kernel lacks, sdpa does: document by document (fp32, heads wider than 256, devices without the kernel), or
+    with a mask (dropout, biases).
     """
     if not isinstance(attention_mask, Documents):
         return sdpa_attention_forward(
@@ -102,14 +105,14 @@ def attend(
     rows, _, length, width = query.shape
     needs_mask = dropout > 0 or kwargs.get("position_bias") is not None
     padded = -(-max(width, value.shape[-1]) // _MULTIPLE) * _MULTIPLE
-    if needs_mask or padded > _WIDEST or query.dtype not in _DTYPES:
-        make, compute = (
-            (sdpa_mask, sdpa_attention_forward) if needs_mask else (flex_attention_mask, flex_attention_forward)
-        )
+    if needs_mask:
         sees = attention_mask.mask_function(rows, length)
         sizes = {"batch_size": rows, "q_length": length, "kv_length": length}
-        mask = make(**sizes, mask_function=sees, allow_is_causal_skip=False, device=query.device)
-        return compute(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        mask = sdpa_mask(**sizes, mask_function=sees, allow_is_causal_skip=False, device=query.device)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if padded > _WIDEST or query.dtype not in _DTYPES or not runs_documents(query.device.type):
+        one_by_one = _one_by_one(query, key, value, attention_mask, scaling)
+        return one_by_one.view(rows, length, *one_by_one.shape[1:]), None
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     if not all(each.shape[-1] == padded for each in flat):
         flat = [nn.functional.pad(each, (0, padded - each.shape[-1])) for each in flat]
@@ -127,8 +130,31 @@ def attend(
     return output.unflatten(0, (rows, length))[..., : value.shape[-1]].contiguous(), None
 
 
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    """Attention of each document by sdpa, (tokens, heads, width); of a window so many queries at a time."""
+    groups = query.shape[1] // key.shape[1]
+    flat = [each.transpose(0, 1).flatten(1, 2) for each in (query, key, value)]
+    flat[1:] = [each.repeat_interleave(groups, 0) if groups > 1 else each for each in flat[1:]]
+    parts = []
+    for first, last in pairwise(documents.starts.tolist()):
+        window = documents.window or last - first
+        for start in range(first, last, window):
+            end, begin = min(start + window, last), max(first, start + 1 - window)
+            sees = None
+            if begin < start:
+                sees = torch.ones(end - start, end - begin, dtype=torch.bool, device=query.device).tril(start - begin)
+                sees &= ~sees.tril(start - begin - window)
+            own, keys, values = flat[0][:, start:end], flat[1][:, begin:end], flat[2][:, begin:end]
+            part = sdpa(own[None], keys[None], values[None], sees, is_causal=sees is None, scale=scaling)
+            parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
 class PackedRows(Feature):
-    """A decoder whose attention is sdpa by default, on a GPU with the kernel, keeps documents of a row apart by it."""
+    """A decoder whose attention is sdpa by default keeps documents of a row apart without a mask: on a GPU with the
+    kernel, and where ranks share rows."""
 
     def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
         """The configs name the pair; those of a copied model do so as well."""

@@ -13,7 +13,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, of_tokens
+from hf_fsdp_tools.extensions.rows import BOUNDARIES, Rows, called_instead, of_tokens
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.configs import config_of_layer
 from hf_fsdp_tools.modeling.notes import Divided, Note
@@ -56,6 +55,8 @@ class Reads(Note):
 
     way: str = ""
     """With the "keys" of whole rows, or with whole "rows". A decoder has here what it does after its blocks."""
+    enters_cut: bool = False
+    """Whether a decoder, and the models around it, run on own tokens up to its first block."""
 
 
 def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[str]]]:
@@ -77,6 +78,15 @@ def find_readers(module: nn.Module, size: int) -> Iterator[tuple[Any, frozenset[
             if functions:
                 yield child, functions
         yield from inner
+
+
+def heads_shared_in(block: nn.Module) -> Iterator[int]:
+    """Yield how many heads each attention below a block has that calls transformers' attention functions."""
+    for module in block.modules():
+        if _ATTENTION in _functions(type(module).forward):
+            heads = getattr(config_of_layer(module), "num_attention_heads", None)
+            if isinstance(heads, int):
+                yield heads
 
 
 def may_read_keys(module: Any, way: frozenset[str]) -> bool:
@@ -151,7 +161,7 @@ def hooks_of_readers(blocks: Iterable[nn.Module], rows: Rows) -> Iterator[Hook |
             continue
         known = inspect.unwrap(type(module).forward).__globals__
         own = of_files.setdefault(id(known), _of_part_of_heads_in(known, rows))
-        yield Hook(module, Phase.CONTEXT, partial(_called_instead, known, own, rows))
+        yield Hook(module, Phase.CONTEXT, partial(called_instead, known, own, lambda: rows.is_cut))
         if _ATTENTION not in functions:
             yield Hook(module, Phase.ROWS, partial(_cut_masks, rows=rows))
 
@@ -202,8 +212,8 @@ def _join_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """
 
     def whole(name: str, value: Any) -> Any:
-        if name == "position_ids" and value is not None and rows.position_ids is not None:
-            value = rows.position_ids
+        if name == "position_ids" and value is not None and value.shape[-1] == rows.part_length:
+            value = rows.positions(value)
         elif "mask" not in name:
             value = of_tokens(name, value, rows.part_length, rows.whole)
         return _unpadded(name, value, rows) if rows.length % rows.size else value
@@ -244,17 +254,6 @@ def _cut_outputs(module: nn.Module, args: object, output: Any, *, rows: Rows) ->
         return rows.part(nn.functional.pad(whole, (0, 0) * (whole.dim() - dim - 1) + (0, missing)), dim)
 
     return of_tokens("", output, rows.length, part) if rows.is_cut else output
-
-
-@contextmanager
-def _called_instead(known: dict[str, Any], own: Mapping[str, Any], rows: Rows) -> Iterator[None]:
-    """A forward pass of a module whose code calls these functions by their names in its file."""
-    former = {name: known[name] for name in own}
-    known.update(own if rows.is_cut else {})
-    try:
-        yield
-    finally:
-        known.update(former)
 
 
 # ---- convolutions and recurrences ----
@@ -343,7 +342,7 @@ def _attend(
     Queries, keys and values are (batch, heads, tokens, width); the result is (batch, tokens, heads, width).
     """
     if kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = rows.position_ids
+        kwargs["position_ids"] = rows.positions(kwargs["position_ids"])
     heads, groups = query.shape[1], key.shape[1]
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -377,8 +376,8 @@ def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is
         )
     if not getattr(module, "is_causal", False):
         return None
-    length = rows.part_length * rows.size
-    mask = rows.part(torch.ones(length, length, dtype=torch.bool, device=query.device).tril(), 0)[None, None]
+    shape = (rows.part_length, rows.part_length * rows.size)
+    mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(rows.rank * rows.part_length)[None, None]
     return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype) if is_added else mask
 
 

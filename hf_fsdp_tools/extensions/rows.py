@@ -1,7 +1,8 @@
 """Rows under context parallelism: which part of them a rank has, and how parts and whole rows are exchanged."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ class Rows:
     size: int
     is_cut: bool = False
     """Whether the latest forward pass cut its rows; it did not if it had a cache (`generate`)."""
+    entered_cut: bool = False
+    """Whether it did so at the entry of the model, and not before its first block."""
+    ids: torch.Tensor | None = None
+    """Those of whole rows, where the latest pass entered cut."""
     in_pass: bool = False
     """Whether a pass of the whole model goes on."""
     is_alone: bool = False
@@ -52,7 +57,7 @@ class Rows:
     angles_follow_length: bool = False
     """Whether rotary angles depend on the largest position of a row."""
     position_ids: torch.Tensor | None = None
-    """Those of whole rows, by which some attention functions tell packed documents apart."""
+    """Those of whole rows, by which masks and some attention functions tell packed documents apart."""
     were_compared: bool = False
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
@@ -74,6 +79,17 @@ class Rows:
         """The whole rows of which each rank of the group has a part; every rank of it must call."""
         return self._from_all(part.expand(self.size, *part.shape), dim)
 
+    def positions(self, own: torch.Tensor) -> torch.Tensor:
+        """The positions of whole rows, given those of this rank's tokens."""
+        if self.position_ids is None or self.position_ids.shape[:-1] != own.shape[:-1]:
+            self.position_ids = self.whole(own, -1)
+        return self.position_ids
+
+    def places(self, mask: torch.Tensor) -> torch.Tensor:
+        """Which number, among all tokens of the whole rows that a mask marks, those have that it marks in this part."""
+        marked = self.whole(mask.to(torch.int64), 1)
+        return self.part((marked.flatten().cumsum(0) - 1).view_as(marked), 1)[mask]
+
     def compare(self, tokens: torch.Tensor) -> None:
         """Refuse different rows on the ranks of the group, in the first pass alone."""
         if not self.were_compared and isinstance(self.group, dist.ProcessGroup):
@@ -89,9 +105,22 @@ class Rows:
         received = to_ranks = to_ranks.contiguous()
         if isinstance(self.group, dist.ProcessGroup):
             received = all_to_all_single_autograd(to_ranks, counts, counts, self.group)
-        elif self.group is not None:
+        elif self.group is not None and to_ranks.is_floating_point():  # integers may have values there, and few bytes
             received = torch.ops._c10d_functional_autograd.all_to_all_single(to_ranks, counts, counts, self.group)
         return torch.cat(received.unbind(), dim)
+
+
+@contextmanager
+def called_instead(
+    known: dict[str, Any], own: Mapping[str, Any], is_asked: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """A forward pass of a module whose code calls these functions by their names in its file."""
+    former = {name: known[name] for name in own}
+    known.update(own if is_asked() else {})
+    try:
+        yield
+    finally:
+        known.update(former)
 
 
 def of_tokens(name: str, value: Any, length: int, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:

@@ -201,6 +201,8 @@ BOXES = (
 
 ELSEWHERE = {
     "extensions.context_parallel": "_deepstack_process: a decoder adds images to parts of rows",
+    "extensions.entry": "create_causal_mask and its like, in files of transformers for a pass; get_placeholder_mask, "
+    "compute_3d_position_ids: what a model makes of whole rows, of which a rank has a part",
     "extensions.float8": "__class__ of torchao's layer: its weight has no transpose in inference mode (torchao 0.16)",
     "extensions.streamed": "__class__ of FSDP2's record of an offloaded unit",
     "extensions.sequence_parallel": "all_reduce of tensors on meta; forward of layers: sums of ranks, in parts",

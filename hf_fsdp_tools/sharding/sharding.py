@@ -98,7 +98,7 @@ class Sharding:
         """The features of `extensions/` that these options ask for."""
         asked = {
             "float8": isinstance(self.mp_policy, Float8Policy),
-            "packed_rows": runs_documents(self.mesh.device_type),
+            "packed_rows": runs_documents(self.mesh.device_type) or self.axes.dims.cp_size > 1,
             "streamed": self.is_offloaded,
         }
         return asked_by(self.axes) | {name for name, is_asked in asked.items() if is_asked}

@@ -31,6 +31,13 @@ from tests._training import (
 from tests.api import patched
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 32, 2, 2
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES |= {"num_hidden_layers": LAYERS, "vocab_size": 98}
 
 WAYS: dict[str, Any] = {
     "every second": {"every_n_layers": 2},
@@ -48,8 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = hf.LlamaConfig(**sizes, num_hidden_layers=LAYERS, vocab_size=97, tie_word_embeddings=False)
+    config = hf.LlamaConfig(**SIZES, tie_word_embeddings=False)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("recompute") / "llama"
     hf.LlamaForCausalLM(config).save_pretrained(folder)
@@ -114,6 +120,7 @@ def kept_where_they_are_written_to(*_: Any) -> None:
 
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 COUNTS = {  # inputs that are kept on the host, and one in how many blocks is computed again
     "every second": (0, 2),
     "every third, offloaded": (2, 3),
@@ -143,6 +150,49 @@ def blocks_run_again_and_bytes_on_the_host_are_counted(folder: Path, out: Path) 
         # the last product of a block is not needed again: torch stops before it
         expected = 0 if "kept" in name else len(range(0, LAYERS, step)) * (of_block - 1)
         assert count - found["plain"][2] == expected, name
+
+
+def acts_where_ranks_share(dims: ParallelDims, options: dict[str, Any], folder: Path) -> None:
+    """Each way runs the blocks again that it says, keeps on the host what it says, and changes no number."""
+    group = dist.get_rank() // dims.ranks_per_row
+    ids = torch.randint(3, 90, (ROWS, 16), generator=torch.Generator().manual_seed(group))
+    found = {}
+    for name, way in {"plain": False, **WAYS}.items():
+        torch.manual_seed(0)
+        model = load(folder, way, mesh=dims.build_mesh("cpu"), **options)
+        runs, kept = runs_of_blocks(model), calls_of(recompute.Link, "keep", lambda result, *_: result[0].nbytes)
+        with kept as sizes:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        found[name] = loss.detach(), full_gradients(model)
+        for index, step in ((index, COUNTS.get(name, (0, 0))[1]) for index in range(LAYERS)):
+            assert runs[index] == 1 + (step > 0 and index % step == 0), (name, runs)
+        assert sizes == [ROWS * 16 // dims.cp_size * WIDTH * 4] * COUNTS.get(name, (0, 0))[0], (name, sizes)
+        allowed = (
+            {"rtol": 1e-5, "atol": 1e-7} if options else {"rtol": 0, "atol": 0}
+        )  # compiled graphs add in other orders
+        torch.testing.assert_close(
+            found[name], found["plain"], **allowed, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+SHARED = {  # by the number of ranks
+    2: [ParallelDims(cp_size=2), ParallelDims(tp_size=2), ParallelDims(ep_size=2)],
+    4: [ParallelDims(cp_size=2, tp_size=2), ParallelDims(cp_size=2, ep_size=4), ParallelDims(tp_size=2, ep_size=4)],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_every_way_acts_where_ranks_share_rows_layers_or_experts(llama, tmp_path, ranks):
+    torch.manual_seed(0)
+    hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **EXPERTS)).save_pretrained(tmp_path)
+    cases = {}
+    for dims in SHARED[ranks]:
+        for name, options in {"eager": {}, "compiled": OPTIONS["compiled"]}.items():
+            folder = llama if dims.ep_size == 1 else tmp_path
+            if name == "eager" or dims.ep_size == 1:
+                cases[f"{dims}, {name}"] = partial(acts_where_ranks_share, dims, options, folder)
+    run_ranks(run_cases, ranks, cases)
 
 
 def a_host_without_memory_is_one_error_on_every_rank(folder: Path, out: Path) -> None:

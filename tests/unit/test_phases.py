@@ -51,6 +51,7 @@ LlamaForCausalLM
   meet        skipped.begin
   memory      hooks.prepare_unit
   gather      FSDP2
+  context     rows.called_instead
   context     context_parallel.own_loss
   context     autocast_mode.autocast
   context     hooks.pass
@@ -63,6 +64,7 @@ LlamaForCausalLM
   whole       context_parallel.after_model
 model
   stack       skipped.opened
+  context     rows.called_instead
   context     hooks.pass_within
   rows        context_parallel.before_base
   join        skipped.closed
@@ -92,7 +94,7 @@ model.layers.{0..1}
   keep        fsdp2_internals.end_alone
   keep        skipped.leave
 model.layers.{0..1}.self_attn
-  context     readers.called_instead
+  context     rows.called_instead
 model.norm lm_head
   meet        skipped.enter
   memory      hooks.prepare_unit
