@@ -53,6 +53,7 @@ NAMES = {
     "integrations.resume": "AVERAGES refuse_damage using_format",
     "integrations.state": "start_state",
     "integrations.training_arguments": "plugin_arguments",
+    "integrations.trl": "pack_full",
     "loading.conversion": "persistent_tensors",
     "loading.fill": "read_into",
     "loading.formats.dcp": "METADATA check_dcp parse_dcp",

@@ -220,7 +220,8 @@ ELSEWHERE = {
     "integrations.trainer": "Accelerator, while a Trainer makes its own; has_mixed_dtensor, by which transformers 5.23 "
     "parts groups; bf16_full_eval, fp16_full_eval, fsdp_plugin_args, save_only_model, mixed_precision, "
     "ddp_find_unused_parameters, for a call of the Trainer; set_epoch of a sampler of TRL (1.16)",
-    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, reward_funcs, for a call of TRL (1.16); "
+    "integrations.trl": "create_model_from_path, hash_module, get_peft_model, pack_dataset, reward_funcs, for a call "
+    "of TRL (1.16); "
     "_calculate_rewards, _calculate_rewards_from_functions, by which its ranks come to collectives",
     "loading.dcp_reader": "FileSystemReader, which reads no stores",
     "modeling.configs": "save_pretrained of a config, which gets older keys in the same upload",

@@ -1,17 +1,20 @@
 """Documents in a packed row know nothing of each other, or the model is refused; on plain models of one process."""
 
 from contextlib import nullcontext
-from itertools import chain, product
+from itertools import chain, cycle, islice, product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
+from datasets import Dataset
 from packaging.version import Version
+from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.scripting.checks import check_documents_apart
+from tests.api import pack_full
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -67,3 +70,19 @@ def test_models_that_see_the_documents_before_are_refused(kind, dtype):
     if kind in ("opt", "mamba"):  # of which the second has no attention
         assert ("flash_attention_2" in str(caught.value)) == (kind == "opt")
     assert one.model.training, "as it was"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_long_rows_are_packed_full(is_stream: bool) -> None:
+    """TRL packs a thousand documents at once, which do not fill a long row; a short row is packed as by TRL."""
+    documents = [{"input_ids": [1] * length} for length in islice(cycle((3, 9, 18)), 6000)]
+    rows = Dataset.from_list(documents)
+    rows = rows.to_iterable_dataset() if is_stream else rows
+    share = {}
+    for length in (64, 16_384):
+        for pack in (pack_dataset, lambda *args: pack_full(pack_dataset, *args)):
+            lengths = [len(row["input_ids"]) for row in pack(rows, length, "bfd_split", {})]
+            assert sum(lengths) == sum(len(each["input_ids"]) for each in documents)
+            share.setdefault(length, []).append(sum(lengths) / len(lengths) / length)
+    (short, own_short), (plain, full) = share.values()
+    assert short == own_short and plain < 0.65 and full > 0.8
