@@ -23,7 +23,7 @@ from hf_fsdp_tools.foresight.tracing.kernels import predicts_words
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.quantized.by_config import keep_by_config
-from hf_fsdp_tools.modeling.configs import max_positions
+from hf_fsdp_tools.modeling.configs import has_angles, max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, copy_on_meta, load_config
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -151,7 +151,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     base = base_of(model)
     config = getattr(base, "config", None)
     limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
-    if limit is not None and setup.max_length > limit:
+    if limit is not None and setup.max_length > limit and not has_angles(config):
         fact = f"max_length {setup.max_length:,} is beyond the {limit:,} positions of {type(base).__name__}."
         raise ConfigError(f"{fact} Give fewer tokens, or a configuration with more positions.")
     plan = plan_with_adapters(base, setup.policy)

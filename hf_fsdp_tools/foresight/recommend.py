@@ -267,7 +267,10 @@ class Search:
         for size in (2**power for power in range(1, most.bit_length())):
             before, degree = self.best(), {name: size}
             try:
-                is_possible = self.explore(self._spread(replace(base, **degree)), again=again)
+                one = self._spread(replace(base, **degree))
+                is_possible = self.explore(one, again=again)
+                if is_possible and self.best() is None:
+                    self.explore(one, on_host=True)
             except FSDPToolsError:  # degrees that do not divide the GPUs, or the batch
                 return
             after, is_last = self.best(), not crosses or size > base.gpus_per_node

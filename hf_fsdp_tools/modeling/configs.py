@@ -52,6 +52,11 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def has_angles(config: PreTrainedConfig) -> bool:
+    """Whether positions are rotary angles, which there are beyond those of the configuration too."""
+    return bool(getattr(text_config(config), "rope_parameters", None))
+
+
 _INNER = {"csm": ("depth_decoder", "depth_decoder_"), "kyutai_speech_to_text": ("codec_model", "codec_")}
 """By model type: a model inside that generates with settings of its own, and how the names of these settings begin in
 `generation_config.json`. Source: `from_pretrained` and `save_pretrained` of the two classes, transformers 5.23."""

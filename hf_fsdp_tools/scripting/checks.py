@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
-from hf_fsdp_tools.modeling.configs import max_positions, text_config
+from hf_fsdp_tools.modeling.configs import has_angles, max_positions, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.setups import check_generates
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options, training_template
@@ -171,7 +171,8 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
     if length <= positions:
         return
     if length != model_args.default_max_length:
-        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}.")
+        more = ", or write more there, and rope_parameters for them" if has_angles(config) else ""
+        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}{more}.")
     training.max_length = positions
     if rank_and_size()[0] == 0:
         print(f"--max_length {positions}: {name} has no more positions (the default is {length})")

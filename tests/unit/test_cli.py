@@ -186,7 +186,7 @@ def test_plan_prints_a_table_and_json_and_takes_options(capsys, llama, tmp_path)
         ("finetune --num_machines 2 --num_processes 4", "--num_machines 2: give --main_process_ip, the address of m"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
         ("estimate {llama} --wrapping none --offload-params", "need FSDP; leave them or wrapping='none' out"),
-        ("estimate {llama} --max-length 16384", "beyond the 64 positions"),
+        ("estimate {bert} --max-length 16384", "beyond the 64 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
         ("search {llama}", "--gpu h100-80gb"),
         ("init --gpu h100-80gb", "say with --num-processes"),
