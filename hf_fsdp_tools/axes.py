@@ -95,6 +95,13 @@ def product(degrees: object, names: Iterable[str]) -> int:
     return math.prod(getattr(degrees, name) for name in names)
 
 
+def spread_problem(degrees: Any) -> str:
+    """Why ranks with these degrees cannot hold own tokens between shared layers; "" where they can."""
+    layers, rows = degrees.tp_size, degrees.cp_size
+    fact = f"sequence_parallel divides tokens among ranks that share layers, and has tp_size {layers}, cp_size {rows}"
+    return "" if layers > 1 == rows else f"{fact}; give tp_size above 1 and no cp_size, or leave it out"
+
+
 class OfAxes:
     """A dataclass that has a field for the degree of each axis: its own, and for further rows of `AXES` such as it
     finds there when it is made."""

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_fsdp_tools.axes import spread_problem
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.extensions.float8 import Float8Layer
@@ -163,11 +164,8 @@ class SequenceParallel(Feature):
 
     def divide(self, model: nn.Module, axes: Axes, rules: Mapping[str, Any]) -> None:
         """The model, of which each rank has its part already, is tried on meta, and its regions are noted."""
-        if axes.dims.tp_size == 1 or axes.dims.cp_size > 1:
-            raise ConfigError(
-                f"sequence_parallel divides tokens among ranks that share layers, and here is {axes.dims}. Give "
-                "tp_size above 1 and no cp_size, or leave sequence_parallel out."
-            )
+        if problem := spread_problem(axes.dims):
+            raise ConfigError(f"{problem}.")
         note_regions(model, axes.dims.tp_size)
         Chosen.put(model, features=Chosen.of(model).features | {"sequence_parallel"})
 

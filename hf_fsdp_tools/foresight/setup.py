@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_fsdp_tools.axes import SHARING, OfAxes, product, size_names, with_degrees
+from hf_fsdp_tools.axes import SHARING, OfAxes, product, size_names, spread_problem, with_degrees
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
@@ -143,8 +143,8 @@ class TrainingSetup(OfAxes):
         if as_recompute(self._of_recompute) != Recompute() and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_processes)
-        if self.sequence_parallel and self.tp_size == 1:
-            raise ConfigError("sequence_parallel divides tokens among GPUs that share layers; give tp_size, such as 8.")
+        if self.sequence_parallel and (problem := spread_problem(self)):
+            raise ConfigError(f"{problem}.")
         if self.wrapping == "none" and (self.offload_params or self.shares):
             names = ", ".join(("offload_params", *size_names(*SHARING)))
             raise ConfigError(f"{names} need FSDP; leave them or wrapping='none' out.")

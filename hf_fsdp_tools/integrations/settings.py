@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hf_fsdp_tools.axes import OfAxes, product, size_names
+from hf_fsdp_tools.axes import OfAxes, product, size_names, spread_problem
 from hf_fsdp_tools.errors import ConfigError, warn
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -329,9 +329,7 @@ def _conflicts(config: Any) -> Iterator[list[tuple[Any, str, str]]]:
            (per_copy % per_row, f"{above_one(of_rows)} {of_copy}", divisor),
            (ep_size % per_row and ep_size > 1, f"ep_size {ep_size} is no multiple of {' x '.join(of_rows)}",
             "ranks with the same rows share experts too"),
-           (config.sequence_parallel and (config.tp_size == 1 or config.cp_size > 1),
-            f"sequence_parallel with tp_size {config.tp_size} and cp_size {config.cp_size}",
-            "it needs tp_size above 1 and no cp_size"),
+           (config.sequence_parallel and spread_problem(config), *spread_problem(config).partition("; ")[::2]),
            (per_copy % ep_size, f"ep_size {ep_size} {of_copy}", divisor),
            (copies == processes > 1, f"{above_one(of_copies)} leaves one process per copy, so nothing is sharded",
             f"use a smaller divisor of {processes}")]

@@ -21,7 +21,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.axes import SHARING, size_names
+from hf_fsdp_tools.axes import SHARING, size_names, spread_problem
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
 from hf_fsdp_tools.distributed.mesh import (
     ParallelDims,
@@ -294,6 +294,8 @@ def _check_axes(config: Any, plugin: FSDPPlugin) -> ParallelDims:
             dims = dims.resolve(dist.get_world_size())
     except MeshError as error:
         raise ConfigError(f"{error} Or leave the parallelism config out: one copy over all processes.") from None
+    if plugin.sequence_parallel and (problem := spread_problem(dims)):
+        raise ConfigError(f"{problem}.")
     if shared and plugin.fsdp_version == 1:
         raise ConfigError(f"{shared[0]} above 1 needs FSDP2; the plugin has fsdp_version 1. Leave one of them out.")
     if dims.dp_replicate_size > 1 and dims.dp_shard_size == 1 < dist.get_world_size() and not shared:

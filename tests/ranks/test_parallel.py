@@ -250,7 +250,7 @@ def own_tokens_lie_between_layers(parent):
     assert seen["input_layernorm"] == {length // 2, length - 1}
     for layout in ({}, {"cp_size": 2}):
         said = refusal(lambda of=layout: from_pretrained(folder, mesh=ParallelDims(**of), **OWN_TOKENS))
-        assert "Give tp_size above 1 and no cp_size" in said
+        assert "give tp_size above 1 and no cp_size" in said
 
 
 def asked_as_transformers_does(parent):

@@ -201,7 +201,9 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, on_cpu, words, cure):
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "nosuchtype"}')
     (tmp_path / "gguf").mkdir()
     (tmp_path / "bert").mkdir()
-    transformers.BertConfig(hidden_size=16, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    transformers.BertConfig(
+        hidden_size=24, max_position_embeddings=64, architectures=["BertForMaskedLM"]
+    ).save_pretrained(tmp_path / "bert")
     for name in ("of.gguf", "gguf/q4.gguf"):
         (tmp_path / name).write_bytes(b"GGUF\3\0\0\0")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')

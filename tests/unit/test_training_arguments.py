@@ -54,6 +54,7 @@ KEYS = {
     "state_dict_type": Key("FULL_STATE_DICT", ALIKE, variable="SHARDED_STATE_DICT"),
     "cpu_ram_efficient_loading": Key(True, ALIKE, variable="false"),
     "ep_size": Key(2, STOPS, variable="1"),
+    "sequence_parallel": Key(True, STOPS, variable="false"),
     "mixed_precision_policy": Key({"param_dtype": "bf16"}, REFUSED),
     **{key: Key(False, ALIKE) for key in ("use_orig_params", "sync_module_states", "limit_all_gathers")},
     "backward_prefetch": Key("BACKWARD_POST", ALIKE),
