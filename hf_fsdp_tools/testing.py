@@ -8,8 +8,9 @@ On the CPU (gloo) or, where a test asks for it, each rank on a GPU of its own (N
     def test_ranks_agree():
         assert run_ranks(torch.distributed.get_world_size, 2) == [2, 2]
 
-Ranks are forked from one server that has imported `PRELOAD`, so that each further rank starts in about 0.1 s instead of
-5: whoever needs more imports there calls `multiprocessing.set_forkserver_preload` before the first launch.
+Ranks are forked from one server that has imported torch and transformers, so that each further rank starts in about
+0.1 s instead of 5: whoever needs more imports there calls `multiprocessing.set_forkserver_preload` before the first
+launch.
 """
 
 import faulthandler
@@ -34,7 +35,7 @@ from unittest.mock import patch
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["LIMIT_S", "PRELOAD", "hide_gpus", "num_gpus", "run_cases", "run_ranks"]
+__all__ = ["hide_gpus", "num_gpus", "run_cases", "run_ranks"]
 
 LIMIT_S = 500.0
 """How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""

@@ -47,7 +47,7 @@ from hf_fsdp_tools.sharding.replica_checks import IGNORED
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
 
-_DEEPSTACK = "_deepstack_process"
+DEEPSTACK = "_deepstack_process"
 """The method by which decoders of transformers add features of images between blocks (Qwen3-VL)."""
 
 
@@ -218,7 +218,7 @@ def _made(model: nn.Module, rows: Rows) -> list[Hook | Undo]:
         Hook(base, Phase.ROWS, partial(_before_base, before=before, entry=base_entry)),
         Hook(base, Phase.WHOLE, partial(_after_base, rows=rows)),
     ]
-    between = [Replaced(decoder, _DEEPSTACK, partial(_add_to_part, rows=rows))] if hasattr(decoder, _DEEPSTACK) else []
+    between = [Replaced(decoder, DEEPSTACK, partial(_add_to_part, rows=rows))] if hasattr(decoder, DEEPSTACK) else []
     return [
         *hooks_of_readers(blocks, rows),
         *between,

@@ -30,6 +30,8 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.axes import spread_problem
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.extensions.context_parallel import DEEPSTACK
+from hf_fsdp_tools.extensions.entry import Replaced
 from hf_fsdp_tools.extensions.float8 import Float8Layer
 from hf_fsdp_tools.extensions.readers import find_readers
 from hf_fsdp_tools.extensions.tensor_parallel import with_summed_gradients
@@ -168,6 +170,10 @@ class SequenceParallel(Feature):
             raise ConfigError(f"{problem}.")
         note_regions(model, axes.dims.tp_size)
         Chosen.put(model, features=Chosen.of(model).features | {"sequence_parallel"})
+
+    def describe(self, model: nn.Module) -> str:
+        """What lies between divided layers."""
+        return "own tokens alone between layers that ranks share"
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Undo]:
         """Rows are cut and joined."""
@@ -334,6 +340,8 @@ def hooks_of_tokens(model: Any, tokens: Tokens, *, whole_layers: bool = False) -
     blocks = _blocks(decoder)
     yield Hook(decoder, Phase.TOKENS, partial(_before_decoder, tokens=tokens))
     yield Hook(decoder, Phase.WHOLE_TOKENS, partial(_after_decoder, tokens=tokens))
+    if hasattr(decoder, DEEPSTACK):
+        yield Replaced(decoder, DEEPSTACK, partial(_add_to_own, tokens=tokens))
     for block in blocks:
         if not Spread.of(block).is_region:
             yield Hook(block, Phase.OWN, partial(_before_block, tokens=tokens, is_first=block is blocks[0]))
@@ -383,6 +391,16 @@ def _before_decoder(decoder: nn.Module, args: Any, kwargs: Any, *, tokens: Token
     is_plain = not given.get("use_cache") and all(given.get(name) is None for name in CACHES)
     tokens.is_cut = is_plain and inputs is not None and inputs.dim() > 1 and not inputs.shape[1] % tokens.size
     return (args, kwargs | {"use_cache": False}) if tokens.is_cut else (args, kwargs)
+
+
+def _add_to_own(
+    inner: Callable[..., torch.Tensor], hidden: torch.Tensor, is_image: Any, images: torch.Tensor, *, tokens: Tokens
+) -> torch.Tensor:
+    """Add what a tower saw of the images' tokens, in the order of whole rows, to own tokens."""
+    if not tokens.is_cut:
+        return inner(hidden, is_image, images)
+    is_own, places = map(tokens.own, (is_image, is_image.flatten().cumsum(0).view_as(is_image) - 1))
+    return inner(hidden, is_own, tokens.summed_back(images)[places[is_own]])
 
 
 def _before_block(block: nn.Module, args: Any, kwargs: Any, *, tokens: Tokens, is_first: bool) -> Any:
