@@ -34,14 +34,15 @@ from hf_fsdp_tools.extensions.context_parallel import DEEPSTACK
 from hf_fsdp_tools.extensions.entry import Replaced
 from hf_fsdp_tools.extensions.float8 import Float8Layer
 from hf_fsdp_tools.extensions.readers import find_readers
-from hf_fsdp_tools.extensions.tensor_parallel import with_summed_gradients
+from hf_fsdp_tools.extensions.tensor_parallel import run_divided_on_meta, with_summed_gradients
 from hf_fsdp_tools.modeling.arguments import CACHES
-from hf_fsdp_tools.modeling.meta import copy_on_meta, run_on_meta
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
+from hf_fsdp_tools.modeling.meta import copy_on_meta
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import Chosen, Divided, Note, install_style
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.phases import Hook, Phase, Undo, install
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
+from hf_fsdp_tools.sharding.zero_grads import first_float
 from hf_fsdp_tools.text import first_line
 
 try:
@@ -254,13 +255,10 @@ def _tried(model: nn.Module, size: int) -> str:
     try:
         for module in twin.modules():
             install_style(module)
-            if Divided.of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
-                module.forward = lambda hidden, *routing: hidden
         seen.watch(twin)
         install(twin, hooks_of_tokens(twin, tokens))
         decoder.register_forward_hook(seen.end)
-        with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
-            run_on_meta(twin, 4 * size)
+        run_divided_on_meta(twin, 4 * size)
     except Exception as error:
         return f"it does not run with own tokens of a row ({first_line(error)})"
     if not tokens.is_cut or seen.length != 4 * size:
@@ -302,7 +300,7 @@ class _Seen:
         self._is_in_region |= Spread.of(module).is_region
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        first = _first_of(output)
+        first: Any = first_float(output)
         if _style_of(module) == "rowwise" and isinstance(module, nn.Linear):
             self._sums, self._summing, self._written = first, module, first._version
         if Spread.of(module).is_region:
@@ -312,17 +310,8 @@ class _Seen:
 
     def end(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """Look at what the decoder gives, after its hooks."""
-        self._is_between, self.length = False, _first_of(output).shape[1]
-
-
-def _first_of(output: Any) -> Any:
-    return (
-        next(iter(output.values()))
-        if isinstance(output, Mapping)
-        else output[0]
-        if isinstance(output, tuple)
-        else output
-    )
+        hidden: Any = first_float(output)
+        self._is_between, self.length = False, hidden.shape[1]
 
 
 def _style_of(module: nn.Module) -> str:
@@ -448,7 +437,8 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, tokens: Tok
     """Whole rows of hidden states, for heads and losses."""
     if not tokens.is_cut:
         return output
-    length = _first_of(output).shape[1]
+    hidden: Any = first_float(output)
+    length = hidden.shape[1]
 
     def whole(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -522,8 +522,14 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     for name, module in twin.named_modules():
         if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
+    run_divided_on_meta(twin, 4 * tp_size)
+    return taken
+
+
+def run_divided_on_meta(twin: nn.Module, length: int) -> None:
+    """Run a copy on meta whose layers and experts are divided, as `run_on_meta` runs one that is not."""
+    for module in twin.modules():
         if Divided.of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
             module.forward = lambda hidden, *routing: hidden
     with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
-        run_on_meta(twin, 4 * tp_size)
-    return taken
+        run_on_meta(twin, length)

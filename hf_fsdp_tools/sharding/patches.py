@@ -205,7 +205,7 @@ ELSEWHERE = {
     "compute_3d_position_ids: what a model makes of whole rows, of which a rank has a part",
     "extensions.float8": "__class__ of torchao's layer: its weight has no transpose in inference mode (torchao 0.16)",
     "extensions.streamed": "__class__ of FSDP2's record of an offloaded unit",
-    "extensions.sequence_parallel": "all_reduce of tensors on meta; forward of layers: sums of ranks, in parts",
+    "extensions.sequence_parallel": "forward of layers: sums of ranks, in parts",
     "extensions.tensor_parallel": "all_reduce of tensors on meta; merge_adapter, merge_and_unload of divided layers",
     "extensions.vllm": "sync_weights, _move_model_to_vllm, _sync_weight_merged, _sync_weight_lora, save_lora_adapter, "
     "send_weights, wait_for_everyone, _streaming_iter, merge_adapter, unmerge_adapter: trl#6798, trl#7103 (TRL 1.16)",
