@@ -77,6 +77,8 @@ class Tokens:
     """Whether the latest forward pass cut its rows."""
     length: int = 0
     """Tokens of whole rows of the region that runs."""
+    whole_layers: bool = False
+    """Whether layers run as transformers' styles let them; torch's compiler follows no views of rows."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
         """A copied model has its tokens in the same group, which cannot be copied."""
@@ -116,11 +118,11 @@ class _Join(torch.autograd.Function):
     rank, and for divided layers, which have a part of it."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, own: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.tokens = tokens
         ctx.set_materialize_grads(False)
         whole = tokens.gathered(own)
-        return whole, whole.detach()
+        return (whole.clone(), None) if tokens.whole_layers else (whole, whole.detach())
 
     @staticmethod
     def backward(ctx: Any, complete: torch.Tensor | None, parts: torch.Tensor | None) -> Any:
@@ -154,7 +156,7 @@ def _joined(own: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return whole
 
 
-_join: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Join.apply
+_join: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _Join.apply
 _cut: Callable[..., torch.Tensor] = _Cut.apply
 
 
@@ -326,7 +328,7 @@ def hooks_of_tokens(model: Any, tokens: Tokens, *, whole_layers: bool = False) -
     """Yield what cuts and joins rows. With `whole_layers`, layers run as transformers' styles let them, which torch's
     compiler follows: all-reduces stay, and whole rows are cut after them."""
     decoder = _decoder(model)
-    blocks = _blocks(decoder)
+    blocks, tokens.whole_layers = _blocks(decoder), whole_layers
     yield Hook(decoder, Phase.TOKENS, partial(_before_decoder, tokens=tokens))
     yield Hook(decoder, Phase.WHOLE_TOKENS, partial(_after_decoder, tokens=tokens))
     if hasattr(decoder, DEEPSTACK):

@@ -300,6 +300,7 @@ def test_two_ranks_with_own_tokens_train_as_one_process(tmp_path):
     """Attention that is whole on every rank, layers with biases, experts, and vectors of all rows."""
     kinds = ("deepseek_v3", "gpt_oss", "llama4_text")
     cases = {kind: partial(layout_trains, kind, PAIRS[0], tmp_path, **OWN_TOKENS) for kind in kinds}
+    cases["compiled"] = partial(layout_trains, "qwen3_moe", PAIRS[0], tmp_path, compile="aot_eager", **OWN_TOKENS)
     run_ranks(run_cases, 2, cases | {"bytes": partial(own_tokens_lie_between_layers, tmp_path)})
 
 
