@@ -217,7 +217,7 @@ def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> li
 
     row("memory per GPU", lambda each: show_bytes(each.memory.total))
     row(f"fits in {show_bytes(every[0].memory.limit_bytes)}", _fits)
-    row("peak stands in", lambda each: each.memory.peak_phase)
+    row("peak in", lambda each: each.memory.peak_phase)
     most = {kind: max(each.memory.at_peak.get(kind, 0) for each in every) for kind in kinds}
     shown = [kind for kind in kinds if most[kind] >= 0.001 * every[0].memory.limit_bytes]
     for kind in sorted(shown, key=lambda kind: -most[kind]):

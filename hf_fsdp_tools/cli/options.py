@@ -269,14 +269,14 @@ def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> Non
     about = "recipe that trains (default in `estimate`: your own loop or Trainer; in `search`: finetune); if given, "
     about += "`search --output` writes one preset for it, and else a launch config"
     add("--recipe", type=partial(_recipe, names), metavar="NAME", help=about)
-    add("--per-device-train-batch-size", **_N, help="sequences per GPU and micro-step")
+    add("--per-device-train-batch-size", **_N, help="sequences per GPU and micro-batch")
     add("--max-length", **_N, help="tokens per sequence (default: 4096, or the model's most)")
-    add("--gradient-accumulation-steps", **_N, help="micro-steps per optimizer step")
+    add("--gradient-accumulation-steps", **_N, help="micro-batches per optimizer step")
     about = "images in a sequence of a vision-language model (default: 1; 0: text alone)"
     add("--images", type=int, metavar="N", help=about)
     about = "size of an image (default: the one that the model was made for)"
     add("--image-size", type=_image_size, metavar="HxW", help=about)
-    add("--sync-each-batch", **_SWITCH, help="reduce gradients in each micro-step (default), or once after the last")
+    add("--sync-each-batch", **_SWITCH, help="reduce gradients in each micro-batch (default), or once after the last")
     dtypes = {"choices": ("fp32", "bf16", "fp16")}
     add("--master-dtype", **dtypes, help="dtype of the weights that are updated (default: fp32)")
     add("--reduce-dtype", **dtypes, help="dtype in which gradients are reduced (default: fp32)")

@@ -154,13 +154,13 @@ class Parameter(TensorSize):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One micro-step (forward, loss, backward) of a model without FSDP, with marks where FSDP acts."""
+    """One micro-batch (forward, loss, backward) of a model without FSDP, with marks where FSDP acts."""
 
     events: tuple[Event, ...]  # Without memory of parameters and buffers; whole gradients are taken and never freed
     parameters: tuple[Parameter, ...]  # In the order of `named_parameters`
     buffer_bytes: int  # All buffers'; every rank holds them
     model_flops: float  # Forward and backward pass by the usual count (`Work.model_flops`)
-    tokens: int  # Tokens of the micro-step on one rank
+    tokens: int  # Tokens of the micro-batch on one rank
     notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded

@@ -70,11 +70,11 @@ class Forecast:
     plan: WrapPlan
     trace: Trace
     step: Step
-    """One optimizer step under FSDP2; of more than three micro-steps three, since those after the second are alike."""
+    """One optimizer step under FSDP2; of more than three micro-batches three, as those after the second are alike."""
 
 
 _Key: TypeAlias = tuple[object, ...]
-_Traced: TypeAlias = tuple[WrapPlan, Any, Trace]  # A plan, the kind of loss, and a micro-step
+_Traced: TypeAlias = tuple[WrapPlan, Any, Trace]  # A plan, the kind of loss, and a micro-batch
 _models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
 _traces: dict[_Key, _Traced] = {}
 

@@ -99,14 +99,14 @@ class MemoryEstimate(Report):
     def __str__(self) -> str:
         setup, limit, cached = self.setup, self.limit_bytes, self.peak_reserved - self.peak_allocated
         steps, shared = setup.gradient_accumulation_steps, setup.dims.ranks_per_row
-        times, each = f" × {steps} micro-steps" * (steps > 1), f"{shared} GPUs" if shared > 1 else "GPU"
+        times, each = f" × {steps} accumulation steps" * (steps > 1), f"{shared} GPUs" if shared > 1 else "GPU"
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * limit] or kinds[:1]
         rows = setup.per_device_train_batch_size * setup.rows_per_example
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_processes} × {setup.gpu}",
-            f"{rows} × {setup.max_length:,} tokens per {each}{times}; the peak "
-            f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
+            f"{rows} × {setup.max_length:,} tokens per {each}{times}; "
+            f"peak in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
         ]
         for name, num_bytes in (  # share of the GPU's memory as a number and as a bar
@@ -124,12 +124,12 @@ class MemoryEstimate(Report):
         if not self.fits:
             lines.append(f"does not fit: {spare} more than the GPU's {show_bytes(limit)}")
         elif self.spare_bytes < 0:
-            least = f"with {EXPANDABLE} alone, which takes {show_bytes(self.total_expandable)}"
-            lines.append(f"fits the GPU's {show_bytes(limit)} {least}; without, {spare} are missing")
+            least = f"with {EXPANDABLE}, which takes {show_bytes(self.total_expandable)}"
+            lines.append(f"fits {show_bytes(limit)} only {least}; without it {spare} are missing")
         else:
             is_barely = self.spare_bytes < MARGIN * limit
             less = f", less than the {MARGIN:.0%} that `hf-fsdp search` leaves" * is_barely
-            lines.append(f"fits{' barely' * is_barely}: {spare} of the GPU's {show_bytes(limit)} are spare{less}")
+            lines.append(f"fits{' barely' * is_barely}: {spare} of {show_bytes(limit)} free{less}")
         if self.spare_bytes >= 0 and cached > WASTED * limit and self.total - self.total_expandable > WASTED * limit:
             lines.append(f"with {EXPANDABLE} {show_bytes(self.total_expandable)} in all")
         lines += [f"host memory of each process: {show_bytes(self.host_bytes)}"] * (self.host_bytes > 0)

@@ -336,7 +336,7 @@ class Recommendation(Report):
     def __str__(self) -> str:
         setup, cost, rows = self.setup, self.cost, self.global_batch_size
         each, steps = setup.per_device_train_batch_size, setup.gradient_accumulation_steps
-        batch = f"{rows:,} = {setup.row_words} x {each} x {steps} steps, "
+        batch = f"{rows:,} = {setup.row_words} x {each} x {steps} accumulation steps, "
         batch += f"{self.tokens_per_step:,} tokens" + ": one row per step trains badly" * (rows == 1)
         batch += f": above {MOST_TOKENS:,}, more than most trainings gain from" * (self.tokens_per_step > MOST_TOKENS)
         own = trainer_kinds(setup).items()
@@ -353,7 +353,7 @@ class Recommendation(Report):
         lines = [
             ("chosen", setting_words({_BATCH: setup.per_device_train_batch_size} | _changes(setup, TrainingSetup()))),
             ("next best", self.next_best),
-            ("breaks", self.breaks),
+            ("too large", self.breaks),
             ("batch", batch),
             ("memory", f"{memory}(at least {reserve} for what estimates cannot know)"),
             *[("", f"{word} {EXPANDABLE} {show_bytes(other)}")] * (other > 0),
@@ -392,7 +392,7 @@ def recommend_config(
 
         print(recommend_config("meta-llama/Llama-3.1-8B", num_processes=8, gpu="h100-80gb", global_batch_size=64))
 
-    Searched are, unless they are fixed, the fields in `SEARCHED`; docs/foresight.md says in which order. LoRA or all
+    Searched are, unless they are fixed, the fields in `SEARCHED`; docs/estimating.md says in which order. LoRA or all
     parameters, precision and sequence length are never searched. Arguments and errors are as of `estimate_memory`, and:
 
     Args:

@@ -70,14 +70,14 @@ class TrainingSetup(OfAxes):
     sequence_parallel: bool = False  #: Between layers that GPUs share (`tp_size`), each holds its own tokens alone
     ep_size: int = 1  #: GPUs of a copy that share the experts (expert parallelism), neighbours
     per_device_train_batch_size: int = 1
-    """Sequences per micro-step and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)."""
+    """Sequences per micro-batch and GPU, or group of GPUs with the same rows (`cp_size`, `tp_size`)."""
     rows_per_example: int = 1  #: Rows that each of these is: two of a pair of answers (DPO, rewards)
     max_length: int = 4096  #: Tokens per sequence
     images: int | None = None  #: Per sequence, of a model that takes some; None is one where the sequence has room
     image_size: tuple[int, int] | None = None
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
-    sync_each_batch: bool = True  #: False keeps gradients whole on each GPU and reduces them after the last micro-step
+    sync_each_batch: bool = True  #: False keeps gradients whole on each GPU and reduces them after the last micro-batch
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"  #: Dtype of computation and of gathered parameters
     master_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype of the shards that the optimizer updates
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  #: Dtype in which gradients are reduced
@@ -218,4 +218,5 @@ class TrainingSetup(OfAxes):
     def row_words(self) -> str:
         """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
         shared = self.ranks_per_row
-        return f"{self.num_processes} GPUs" if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"
+        own = f"{self.num_processes} GPU{'s' * (self.num_processes > 1)}"
+        return own if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"

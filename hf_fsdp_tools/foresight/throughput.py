@@ -61,7 +61,7 @@ class ThroughputEstimate(Report):
     name: str
     setup: TrainingSetup
     step_seconds: float  # The slowest GPU's, for which all wait
-    tokens_per_step: int  # One GPU's, over all its micro-steps
+    tokens_per_step: int  # One GPU's, over all its micro-batches
     model_flops: float
     """One GPU's in a step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
     hardware_flops: float  # `model_flops`, and what activation checkpointing recomputes
@@ -232,7 +232,7 @@ def step_time(events: Sequence[Event], setup: TrainingSetup, *, efficiency: Effi
     works = _away([event for event in events if isinstance(event, Work)], setup)
     passes = groupby(works, lambda work: {"loss": "forward", "clip": "optimizer"}.get(work.phase, work.phase))
     rows = [_pass_time(phase == "forward", some, durations, setup) for phase, some in passes]
-    # of more than three micro-steps three are in the events: all others are like the second
+    # of more than three micro-batches three are in the events: all others are like the second
     rows += rows[2:4] * (setup.gradient_accumulation_steps - 3)
     parts = {part: sum(row[part] for row in rows) for part in _PARTS if part != "slowest GPU"}
     return Timing(parts, communication=sum(row["all communication"] for row in rows))

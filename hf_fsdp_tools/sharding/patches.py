@@ -109,7 +109,7 @@ def _refuse_lost_write(own: Any, operator: Any, args: Any, *others: Any) -> Any:
             f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
             f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
             "weight.data[-3:]) copies. On every rank, multiply by a mask of all rows, or change x.full_tensor() and "
-            "put it back (docs/guide.md)."
+            "put it back (docs/migrate.md)."
         )
     return own(operator, args, *others)
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 
 import pytest
 
@@ -108,3 +109,9 @@ def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     assert len(text.split()) <= 700 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 120
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"\[`(\w+)`\]\(recipes/\1\.py\)", text))
+
+
+def test_pages_of_models_are_those_of_the_presets_and_certificates(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = runpy.run_path(str(ROOT / "docs" / "make_model_pages.py"))["pages"]()
+    assert made == {path.name: path.read_text() for path in (ROOT / "docs" / "models").glob("*.md")}

@@ -268,7 +268,7 @@ def test_rows_are_shared_where_nothing_else_fits():
     best = choose(setup, Toy(activation=6e7, shares_rows=True))
     assert best.setup.cp_size == 2 and not best.setup.offload_params, "the fewest GPUs that make it fit"
     assert best.global_batch_size == 16
-    assert "4 groups of 2 GPUs x 1 x 4 steps" in str(best)
+    assert "4 groups of 2 GPUs x 1 x 4 accumulation steps" in str(best)
     whole = choose(setup, Toy(activation=4e6, shares_rows=True))
     assert whole.setup.cp_size == 1
     with pytest.raises(ConfigError, match="at no setting"):

@@ -121,7 +121,7 @@ class Fsdp2Schedule:
         self._inputs: list[int] = []  # The input of the last reduction
         self._order: list[_Unit] = []  # In which the forward passes ran
         self._late: list[_Unit] = []  # Units with modules that never ran, whose backward pass begins with the root's
-        self._whole: dict[str, int] = {}  # Whole gradients of earlier micro-steps in the reduction's dtype
+        self._whole: dict[str, int] = {}  # Whole gradients of earlier micro-batches in the reduction's dtype
 
     def mark(self, mark: Mark) -> None:
         """A pass of a module begins or ends; modules that are in no unit's list do not matter."""
@@ -222,7 +222,7 @@ class Fsdp2Schedule:
             self._inputs.clear()
         if self.reduces and gradients:
             self._reduce(unit, gradients)
-        for shard, block in gradients if not self.reduces else ():  # kept for the next micro-step
+        for shard, block in gradients if not self.reduces else ():  # kept for the next micro-batch
             whole = shard.parameter
             if whole.dtype != self._dtype:
                 kept = self.writer.take(whole.numel * self._dtype.itemsize, "whole gradients")
@@ -300,7 +300,7 @@ class Fsdp2Schedule:
         writer.free(*copies)
 
     def _added_up(self, unit: _Unit) -> list[tuple[Shard, int]]:
-        """Shard and memory of each parameter's whole gradient, with those of earlier micro-steps."""
+        """Shard and memory of each parameter's whole gradient, with those of earlier micro-batches."""
         result = []
         for shard in unit.shards:
             whole = shard.parameter

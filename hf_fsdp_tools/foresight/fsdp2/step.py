@@ -32,7 +32,7 @@ from hf_fsdp_tools.text import did_you_mean
 class Step:
     """One step of a training that has run some steps already, on the rank that holds most (the first)."""
 
-    events: tuple[Event, ...]  # All micro-steps, clipping and the optimizer; the number of a freed block comes again
+    events: tuple[Event, ...]  # All micro-batches, clipping and the optimizer; the number of a freed block comes again
     optimizer_at: int  # Index of the first event of clipping and the optimizer
     parameters: tuple[Alloc, ...]  # Shards, buffers and other memory that is there from the beginning and for good
     state: tuple[Alloc, ...]  # The optimizer's
@@ -95,7 +95,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
 
 
 def _write_micro_steps(trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedule, replicated: Any) -> None:
-    """Write the events of a trace once for each micro-step; FSDP2 acts between them."""
+    """Write the events of a trace once for each micro-batch; FSDP2 acts between them."""
     events, writer = trace.events, schedule.writer
     inputs = {event.block for event in events if type(event) is Alloc and event.kind == "inputs"}
     end = len(events)  # of the backward pass: inputs are given back after it
@@ -104,7 +104,7 @@ def _write_micro_steps(trace: Trace, setup: TrainingSetup, schedule: Fsdp2Schedu
     # what the trace does not free: the loss, for example
     gone = {event.block for event in events if isinstance(event, Free | Gradient)}
     left = [event.block for event in events if type(event) is Alloc and event.block not in gone]
-    # In each micro-step but the last, gradients, which may stay until the end of the step, have another number.
+    # In each micro-batch but the last, gradients, which may stay until the end of the step, have another number.
     staying = {event.block for event in events if type(event) is Gradient}
     taken = {at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in staying}
     for left_over in reversed(range(setup.gradient_accumulation_steps)):
@@ -149,7 +149,7 @@ class _WholeGradients:
         self._unsent = 0  # Bytes of gradients that are not reduced yet
 
     def gradient(self, name: str, block: int) -> None:
-        """The gradient of this micro-step is complete: it is kept, or added to what is there."""
+        """The gradient of this micro-batch is complete: it is kept, or added to what is there."""
         writer, num_bytes = self._writer, self._parameters[name].num_bytes
         if name in self._gradients or self.resident:
             writer.work("memory", (2 if self.resident else 3) * num_bytes)

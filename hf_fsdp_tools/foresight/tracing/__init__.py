@@ -1,1 +1,1 @@
-"""Dry runs: the real model on tensors without data gives the events of one micro-step."""
+"""Dry runs: the real model on tensors without data gives the events of one micro-batch."""

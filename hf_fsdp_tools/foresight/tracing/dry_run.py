@@ -1,4 +1,4 @@
-"""One micro-step of a model on tensors without data, recorded: the model's own code, without FSDP, whose places are
+"""One micro-batch of a model on tensors without data, recorded: the model's own code, without FSDP, whose places are
 imitated by its own means, so that memory lives as long: hooks on modules and outputs, a function on inputs."""
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,8 +46,8 @@ Device = Literal["cuda", "cpu"]  # Whose kernels are assumed: what they save for
 
 
 def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, device: Device = "cuda") -> Trace:
-    """The events of one micro-step of a model on meta, found by running the model's code without data; text alone where
-    images cannot be followed. A model that needs values of weights or activations is a `ConfigError`."""
+    """The events of one micro-batch of a model on meta, found by running the model's code without data; text alone
+    where images cannot be followed. A model that needs values of weights or activations is a `ConfigError`."""
     if setup.activation_checkpointing:
         check_checkpointing(model, setup.recompute)
     if setup.cp_size > 1:
@@ -99,7 +99,7 @@ def _followed(
 def _dry_run(
     model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, stacks: list[Stack], images: Images | None
 ) -> list[Event]:
-    """The events of a micro-step of a model without the blocks that the stacks leave out."""
+    """The events of a micro-batch of a model without the blocks that the stacks leave out."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = short_copy(model, stacks)
         plan = cut_plan(plan, stacks)

@@ -125,8 +125,8 @@ def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
-    """Arguments of the model's forward pass for one micro-step of training, with any values. Sequences are full and not
-    packed, so that no mask is given. Each image stands between marks."""
+    """Arguments of the model's forward pass for one micro-batch of training, with any values. Sequences are full and
+    not packed, so that no mask is given. Each image stands between marks."""
     config: Any = model.config
     takes, rows = inspect.signature(type(model).forward).parameters, setup.per_device_train_batch_size
     ids = torch.zeros(rows, setup.max_length, dtype=torch.int64)

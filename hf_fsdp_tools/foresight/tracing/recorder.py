@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return chunks_once(partial(setattr, self, "times"), on_accelerator=self.on_cuda)
 
     def close(self) -> None:
-        """Note nothing more: what is freed from now on outlives the micro-step."""
+        """Note nothing more: what is freed from now on outlives the micro-batch."""
         self._blocks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
