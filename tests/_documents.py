@@ -17,7 +17,7 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMEN
 
 RUNNERS = {
     ("docs/extending.md", "python"): "tests/unit/test_extending.py",
-    ("docs/weights.md", "python"): "tests/ranks/test_consumers.py",
+    ("docs/weight_streaming.md", "python"): "tests/ranks/test_consumers.py",
     ("docs/data.md", "json"): "tests/unit/test_scripting.py",
     ("README.md", "diff"): "tests/recipes/test_trl_script.py",
 }

@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 NEEDED = re.compile(r"needs (torch|transformers|accelerate) (\d+\.\d+) or newer")
-"""How the package says that an older library lacks something (docs/guide.md): a test of it is skipped there."""
+"""How the package says that an older library lacks something (docs/migrate.md): a test of it is skipped there."""
 
 
 @pytest.hookimpl(wrapper=True)

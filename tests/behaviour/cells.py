@@ -1,6 +1,6 @@
 """Which behaviours are walked with which features, and what each cell says: that it is right, or why it is refused.
 
-python -m tests.behaviour.cells          # writes the tables of docs/support.md
+python -m tests.behaviour.cells          # writes the tables of docs/compatibility.md
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def refusals() -> Iterator[Cell]:
             raise AssertionError(f"nothing has {together} alone")
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 START, END = "<!-- made by `python -m tests.behaviour.cells` -->\n", "<!-- end -->"
 
 

@@ -1,7 +1,7 @@
 """Every behaviour with every feature, on shards beside one plain process: right, or refused in the words of one line.
 
 In each commit each pair of behaviours and features meets in a cell, nightly each three;
-`python -m tests.behaviour.cells` writes docs/support.md from the same tables.
+`python -m tests.behaviour.cells` writes docs/compatibility.md from the same tables.
 """
 
 from collections.abc import Sequence

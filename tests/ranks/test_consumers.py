@@ -129,7 +129,7 @@ def to_verl(folders: dict[str, Path], tmp: Path) -> None:
 
 def the_page(folders: dict[str, Path], tmp: Path) -> None:
     """Every block runs as it stands, but for the names of machines, and does what its section says."""
-    live, whole = (block.text for block in blocks("docs/weights.md", "python"))
+    live, whole = (block.text for block in blocks("docs/weight_streaming.md", "python"))
     rank, model = dist.get_rank(), from_pretrained(folders["mixtral"], **MOE, **QUIET)
     taken: Tensors = {}
     given = {"model": model, "rank": rank, "train_a_step": step, "take": taken.update}

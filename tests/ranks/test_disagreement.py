@@ -145,7 +145,7 @@ def test_arguments_that_differ_are_named(copies: Path) -> None:
     run_ranks(run_cases, 2, cases | named(other_staging_bytes_dtypes_and_functions), copies / "good")
 
 
-# ---- what does not go together (docs/support.md) ----
+# ---- what does not go together (docs/compatibility.md) ----
 
 LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 

@@ -1,4 +1,4 @@
-"""Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
+"""Habits of scripts on shards (docs/migrate.md): each does what it does on one process, or says that it does not."""
 
 import copy
 from collections.abc import Callable

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(RESULTS.rglob("*.md"))
 README, PERFORMANCE, FORESIGHT = (
-    " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/performance.md", "docs/foresight.md")
+    " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/performance.md", "docs/estimating.md")
 )
 COMMIT = r"commits? [0-9a-f]{8}\b"
 DAY = r"\b2026-\d\d-\d\d\b"
