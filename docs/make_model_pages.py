@@ -33,8 +33,8 @@ HEAD = {
     "note": "note",
 }
 """Lines in the head of a preset, and how a page names them."""
-ABOUT = """A small model of each type, made by the code of transformers 5.24 (Llama 4: 5.23), with images and sound where it
-reads them, ran on 2 CPU ranks and in one process. ✓: both agree. *in bf16*: they differ in bf16 alone. –: it has no
+ABOUT = """A small model of each type, made by the code of transformers 5.24 (Llama 4: 5.23), with images and sound where
+it reads them, ran on 2 CPU ranks and in one process. ✓: both agree. *in bf16*: they differ in bf16 alone. –: it has no
 such part, or none was tried."""
 
 
@@ -164,8 +164,8 @@ def index(pages: dict[str, list[Path]]) -> str:
         "",
         "## Presets",
         "",
-        "`hf-fsdp finetune --preset NAME` takes one of these, found by `hf-fsdp search` for cards of 80 GB and sequences",
-        "of 4,096 tokens. Its model's page has the settings, what does not fit, and what was verified.",
+        "`hf-fsdp finetune --preset NAME` takes one of these, found by `hf-fsdp search` for cards of 80 GB and",
+        "sequences of 4,096 tokens. Its model's page has the settings, what does not fit, and what was verified.",
         "",
         "| `--preset` | Model | GPUs | Trained | Memory of a GPU, estimated |",
         "| --- | --- | --- | --- | --- |",
