@@ -6,19 +6,22 @@ The sources are the Markdown files as they stand in the repository: its root is 
 between the README, the documents and the records of measurements are checked, and lead somewhere in both.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 project = "hf_fsdp_tools"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 root_doc = "docs/index"
 include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-include_patterns += ["docs/*.md", "docs/models/*.md", "benchmarks/results/**.md"]
+include_patterns += ["docs/*.md", "docs/*.ipynb", "docs/models/*.md", "benchmarks/results/**.md"]
 html_static_path = ["static"]
 html_js_files = ["filter.js"]
 html_extra_path = ["index.html", "llms.txt"]  # at the top of the site, where hosts and agents look for them
@@ -36,9 +39,34 @@ SECTION = re.compile(r"\s*(Args|Raises|Returns|Yields|Example|Examples|Attribute
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is done to docstrings, and to the pictures."""
+    """Connect what is done to docstrings, notebooks and pictures."""
+    app.add_source_parser(NotebookParser)
     app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("build-finished", copy_pictures)
+
+
+class NotebookParser(MystParser):
+    """A notebook as Markdown, with the outputs that are stored in it."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: Any) -> None:
+        super().parse("\n\n".join(map(as_markdown, json.loads(inputstring)["cells"])), document)
+
+
+def as_markdown(cell: dict[str, Any]) -> str:
+    """A cell, and below code the texts and pictures that it left."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [f"```python\n{source}\n```"]
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "image/png" in data:
+            parts.append(f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">')
+        elif text := "".join(output.get("text", data.get("text/plain", ""))):
+            parts.append(f"```text\n{text.rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def as_restructured_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -1,13 +1,18 @@
-"""The pictures of the README and the documentation: what was measured next to others, units of a plan."""
+"""The pictures of the README and the documentation: what the package does, its memory over a step, measurements."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.plots import INK, LINES, new_figure, styled
-from hf_fsdp_tools.text import cut, show_bytes, show_count
+from hf_fsdp_tools.text import show_bytes
 
 BLUE, RED, GREEN, VIOLET, ORANGE, GRAY = LINES
+LAYERS = ("embedding", *(f"block {number}" for number in range(5)), "head")
+RUNNING = "block 2"
+"""The layers of the model in the picture of the idea, and the one that is computed."""
+RANKS = 4
+COLUMNS = 100
+"""Stretches of a step of which a panel shows the least and the most memory."""
 VERDICTS = {"right": BLUE, "silently wrong": RED, "refused": GRAY, "crashed": ORANGE}
 
 
@@ -51,19 +56,56 @@ def draw_measured(trained: Mapping[str, Mapping[str, int]], loaded: Mapping[str,
 
 
 @styled
-def draw_units(plan: WrapPlan) -> Any:
-    """The units of a plan as bars, equal ones in one row."""
-    _, *rows = plan.table()
-    largest, total = plan.largest_unit, sum(unit.num_bytes for unit in plan.units)
-    title = f"{len(plan.units)} units; the largest gathers {show_bytes(largest.num_bytes)} of {show_bytes(total)}"
-    figure = new_figure(title, 0.8 + 0.3 * len(rows))
-    axes = figure.add_subplot(title=f"{plan.model_class}, {show_count(plan.num_params)} parameters", xticks=[])
+def draw_idea() -> Any:
+    """What each rank reads, keeps and writes of each layer of a model."""
+    figure = new_figure("Each rank reads, keeps and writes its own slices; one block at a time is whole", 3.4)
+    axes = figure.add_subplot()
+    places = {"checkpoint files": 0.0, **{f"rank {rank}": 1.75 + 1.2 * rank for rank in range(RANKS)}}
+    places["saved files"] = 1.75 + 1.2 * RANKS + 0.55
+    for holder, left in places.items():
+        axes.text(left + 0.5, -0.6, holder, ha="center", weight="bold")
+        for row, layer in enumerate(LAYERS):
+            for rank in range(RANKS):
+                holds = not holder.startswith("rank") or holder == f"rank {rank}" or layer == RUNNING
+                color = LINES[rank] if holds else "none"
+                axes.barh(
+                    row, 1 / RANKS, left=left + rank / RANKS, height=0.7, color=color, edgecolor=INK, linewidth=0.4
+                )
+    for start, word in ((1.05, "read"), (places["saved files"] - 0.6, "write")):
+        axes.annotate(
+            "", (start + 0.55, 3), (start, 3), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5}
+        )
+        axes.text(start + 0.27, 2.7, word, ha="center")
+    axes.text(1.75, len(LAYERS) - 0.1, f"while {RUNNING} is computed: gathered before, freed after", va="center")
+    axes.set(xlim=(-0.05, places["saved files"] + 1.05), ylim=(len(LAYERS) + 0.2, -1), xticks=[])
+    axes.set_yticks(range(len(LAYERS)), LAYERS)
     axes.grid(False)
-    sizes = [units[0].num_bytes for units in plan.alike]
-    bars = axes.barh(range(len(rows)), sizes, height=0.5, color=ORANGE)
-    axes.bar_label(bars, [f"{count} {size}, {why}" for _, count, _, size, _, why in rows], padding=4)
-    axes.set_yticks(range(len(rows)), [cut(name, 60) for name, *_ in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(right=2.2 * max(sizes))
     axes.spines["bottom"].set_visible(False)
+    return figure
+
+
+@styled
+def draw_wrappings(steps: Mapping[str, tuple[Sequence[float], Sequence[int]]], setting: str) -> Any:
+    """The memory of one training step (bytes over seconds) under several ways to wrap a model, beside each other."""
+    peaks = ", ".join(f"{name} {show_bytes(max(allocated))}" for name, (_, allocated) in steps.items())
+    figure = new_figure(f"Peak memory: {peaks}", 3.2)
+    panels = figure.subplots(1, len(steps), sharey=True)
+    for axes, (name, (seconds, allocated)), color in zip(panels, steps.items(), (RED, GREEN, BLUE), strict=True):
+        size = -(-len(allocated) // COLUMNS)
+        kept = [
+            each
+            for start in range(0, len(allocated), size)
+            for each in sorted(
+                {
+                    pick(range(start, min(start + size, len(allocated))), key=allocated.__getitem__)
+                    for pick in (min, max)
+                }
+            )
+        ]
+        x, y = [seconds[each] for each in kept], [allocated[each] / 1e9 for each in kept]
+        axes.fill_between(x, y, step="post", color=color, alpha=0.2, linewidth=0)
+        axes.step(x, y, where="post", color=color, linewidth=1.0)
+        axes.set(title=name, xlabel="seconds of a step", ylim=(0, None), xlim=(0, None))
+    panels[0].set_ylabel("GB of one GPU")
+    figure.supxlabel(setting, fontsize=9)
     return figure

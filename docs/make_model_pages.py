@@ -33,9 +33,9 @@ HEAD = {
     "note": "note",
 }
 """Lines in the head of a preset, and how a page names them."""
-ABOUT = """A small model of each type, made by the code of transformers 5.24 (Llama 4: 5.23), with images and sound where
-it reads them, ran on 2 CPU ranks and in one process. ✓: both agree. *in bf16*: they differ in bf16 alone. –: it has no
-such part, or none was tried."""
+ABOUT = """A small model of each type, made by the code of transformers 5.24 (Llama 4: 5.23), with images and sound
+where it reads them, ran on 2 CPU ranks and in one process. ✓: both agree. *in bf16*: they differ in bf16 alone. –: it
+has no such part, or none was tried."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the documentation from committed measurements and the package's own plans.
+"""Make the pictures of the README and the documentation from committed measurements and the package's own estimates.
 
     pip install -e '.[plots]' && python docs/make_pictures.py
 
@@ -8,17 +8,23 @@ that of the run that `paste.py --record` kept.
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterator
 from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-from drawing import draw_measured, draw_units
+from drawing import draw_idea, draw_measured, draw_wrappings
 from models import CONFIGS
 
+from hf_fsdp_tools import TrainingSetup, WrapPolicy
+from hf_fsdp_tools.foresight.events import Alloc, Free, Work
+from hf_fsdp_tools.foresight.forecast import step_of
+from hf_fsdp_tools.foresight.memory import memory_of
+from hf_fsdp_tools.foresight.timing.efficiency import Durations, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.plots import draw_losses, save
-from hf_fsdp_tools.steps import build_meta_model, make_wrap_plan
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -38,26 +44,55 @@ LOADERS = {
     "torch DCP HuggingFaceStorageReader": "torch DCP reader (2 buffers wrong)",
 }
 """Rows of the benchmark of loading, likewise."""
+SETTING = "Estimated: Llama-3.1-8B on 8 × H100, 1 × 8,192 tokens of a GPU, activation checkpointing, AdamW"
 ABOVE = "above the shards MB by rank (mapped files)"
 
 
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="plan, loss, measured; all without a name")
+    parser.add_argument("names", nargs="*", help="idea, wrapping, loss, measured; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
-    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_results()):
+    for name, figure in chain(pictures_of_the_idea(), pictures_of_a_step(), pictures_of_a_run(), pictures_of_results()):
         if not wanted or name in wanted:
             path = FOLDER / f"{name}.svg"
             save(figure, path)
             print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB")
 
 
-def pictures_of_a_plan() -> Iterator[tuple[str, Any]]:
-    """Yield the name and the picture of the units of DeepSeek-V3."""
-    plan = make_wrap_plan(build_meta_model(CONFIGS["DeepSeek-V3"], dtype="bfloat16"))
-    yield "plan", draw_units(plan)
+def pictures_of_the_idea() -> Iterator[tuple[str, Any]]:
+    """Yield the name and the picture of what each rank reads, keeps and writes."""
+    yield "idea", draw_idea()
+
+
+def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
+    """Yield the name and the picture of the estimated memory of a step of Llama-3.1-8B, wrapped in three ways."""
+    ways: dict[str, dict[str, Any]] = {
+        "the root alone": {"wrapping": "root"},
+        "blocks alone": {"policy": WrapPolicy(min_unit_params=math.inf, group_tail=False)},
+        "this package's plan": {},
+    }
+    yield "wrapping", draw_wrappings({name: memory_over_time(**fields) for name, fields in ways.items()}, SETTING)
+
+
+def memory_over_time(**fields: Any) -> tuple[list[float], list[int]]:
+    """Seconds and allocated bytes after each event of a step on the compute stream, as estimated."""
+    setup = TrainingSetup(num_processes=8, gpu="h100-80gb", max_length=8192, activation_checkpointing=True, **fields)
+    forecast, gpu = step_of(CONFIGS["Llama-3.1-8B"], setup), gpu_named(setup.gpu)
+    step = forecast.step
+    times = Durations(setup, gpu, efficiency_of(gpu))
+    sizes = {each.block: each.num_bytes for each in step.resident}
+    seconds, allocated, now = [0.0], [sum(sizes.values())], 0.0
+    for event in step.events:
+        if isinstance(event, Alloc):
+            sizes[event.block] = event.num_bytes
+        gone = sizes.pop(event.block, 0) if isinstance(event, Free) else 0
+        now += times.seconds(event) if isinstance(event, Work) and event.stream == "compute" else 0.0
+        seconds.append(now)
+        allocated.append(allocated[-1] + (event.num_bytes if isinstance(event, Alloc) else -gone))
+    libraries = memory_of(forecast).peak_allocated - max(allocated)  # their workspaces, which stay
+    return seconds, [each + libraries for each in allocated]
 
 
 def pictures_of_a_run() -> Iterator[tuple[str, Any]]:

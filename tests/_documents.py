@@ -26,7 +26,7 @@ PAGES = "tests/ranks/test_pages.py"
 
 _LANGUAGES = {"bash": "parsed", "{toctree}": "built", "{eval-rst}": "built"}
 _FENCE = re.compile(
-    r"(?P<pasted>^<!-- (?:prints|recorded|commands): .*-->\n)?"
+    r"(?P<pasted>^<!-- (?:prints|recorded|commands|file): .*-->\n)?"
     r"^```(?P<language>\S*)(?: (?P<word>\w+))?\n(?P<text>(?:.*\n)*?)```$",
     re.MULTILINE,
 )

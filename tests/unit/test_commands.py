@@ -25,7 +25,7 @@ from tests.unit.test_setups import parsed
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 FOREIGN = "curl envsubst export hf kubectl compgen llama-quantize llama-server mypy pytest ruff sbatch sky"
-FOREIGN += " head tail torchrun transformers vllm . bash run"
+FOREIGN += " grep head ls tail torchrun transformers vllm . bash run"
 """Programs of others, and CI's: of these the shell's syntax is looked at."""
 
 

@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(RESULTS.rglob("*.md"))
-README, PERFORMANCE, FORESIGHT = (
-    " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/performance.md", "docs/estimating.md")
-)
+README, BENCHMARKS = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/benchmarks.md"))
 COMMIT = r"commits? [0-9a-f]{8}\b"
 DAY = r"\b2026-\d\d-\d\d\b"
 
@@ -35,12 +33,14 @@ def test_a_page_of_results_says_of_which_code_and_day_it_is(page: Path) -> None:
 # ---- what was measured next to others ----
 
 
-def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictures: dict[str, Any]) -> None:
+def test_the_picture_and_the_tables_beside_others_are_those_of_the_results(pictures: dict[str, Any]) -> None:
     trained, loaded = pictures["trained"](), pictures["loaded"]()
     assert [sum(verdicts.values()) for verdicts in trained.values()] == [297] * 3
     for word in ("right", "silently wrong"):
         counts = " | ".join(str(verdicts[word]) for verdicts in trained.values())
-        assert re.search(rf"\| [^|]*{word}[^|]*(\]\([^)]*\))?[^|]*\| {counts} \|", README), counts
+        assert re.search(rf"\| [^|]*{word}[^|]*(\]\([^)]*\))?[^|]*\| {counts} \|", BENCHMARKS), counts
+    ours, theirs = (f"{each['right']}; {each['silently wrong']}" for each in [*trained.values()][:2])
+    assert f"train right; silently wrong | {theirs} | {ours} |" in README
     shown = (ROOT / "docs" / "pictures" / "measured.svg").read_text()
     words = " ".join(re.findall(r">([^<>]+)</text>", shown))
     for verdicts in trained.values():
@@ -53,4 +53,12 @@ def test_the_picture_and_the_table_of_the_readme_are_those_of_the_results(pictur
         times[name] for name in ("transformers, native", "Accelerate, RAM-efficient", "Accelerate, all ranks load all")
     )
     cells = ", ".join(f"{least}–{most}" for least, most in zip(every, efficient, strict=True))
-    assert f"| 1, 1 | {cells} | {', '.join(native)} |" in README
+    assert f"| 1, 1 | {cells} | {', '.join(native)} |" in BENCHMARKS
+
+
+def test_figures_of_the_gpu_in_the_readme_are_measured() -> None:
+    _, _, table = README.partition("One H200")
+    figures = re.findall(r"(?<![\d.,])\d[\d.,]*\d(?= tokens/s| GB|\*\*| s\b)", table.partition("```")[0])
+    assert len(figures) >= 8
+    pages = "\n".join(page.read_text() for page in (RESULTS / "gpu").rglob("README.md"))
+    assert not [each for each in figures if each not in pages]
