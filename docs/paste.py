@@ -160,7 +160,9 @@ def record(commands: Iterable[str]) -> None:
             )
             if run.returncode:
                 raise SystemExit(f"{command!r} ended with {run.returncode}:\n{run.stdout}")
-            text = run.stdout.replace(f"{ROOT}/", "").replace(f"{folder}/", "")
+            text = run.stdout
+            for place in (ROOT, folder, Path(sys.prefix).parent):
+                text = text.replace(f"{place}/", "")
             RECORDS.mkdir(exist_ok=True)
             record_of(command, ".txt").write_text(re.sub(rf"{tempfile.gettempdir()}/[\w-]+/", "", text))
             states = {*Path(folder).rglob("trainer_state.json")} - before

@@ -2,7 +2,7 @@
 
     from hf_fsdp_tools import from_pretrained
 
-    model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads only its own bytes
+    model = from_pretrained("Qwen/Qwen3-8B")   # under torchrun or accelerate launch: each rank reads its own slices
 
 The names below, those of `hf_fsdp_tools.steps` (the single steps of `from_pretrained`), `scripting`, `testing`,
 `extensions.fsdp1` and `extensions.streamed` are the whole public interface; `ARCHITECTURE.md` draws how they fit

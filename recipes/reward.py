@@ -27,7 +27,7 @@ def main() -> Trainer:
     auto_class = AutoModelForSequenceClassification
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
 
-    # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
+    # 3. The model, straight into shards. Its head is newly initialised, equal on any number of ranks
     options = {"num_labels": 1, "ignore_mismatched_sizes": True}  # another head's
     model = scripting.load_model(model_args, training, accelerator, auto_class=auto_class, **options)
     config = model.config.get_text_config()

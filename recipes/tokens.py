@@ -41,7 +41,7 @@ def main() -> Trainer:
     names = class_names(script, tokenizer, data, held_out)
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
 
-    # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
+    # 3. The model, straight into shards. Its head is newly initialised, equal on any number of ranks
     id2label = dict(enumerate(names))
     label2id = {name: number for number, name in id2label.items()}
     options = {"id2label": id2label, "label2id": label2id, "ignore_mismatched_sizes": True}  # another head's

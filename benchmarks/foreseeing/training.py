@@ -88,7 +88,7 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         "offload_policy": CPUOffloadPolicy() if setup.offload_params else OffloadPolicy(),
         "activation_checkpointing": setup.recompute,
     }
-    if setup.wrapping == "hybrid":
+    if setup.wrapping == "plan":
         return shard_model(model, plan, mesh=mesh, **how)
     # One unit for the whole model breaks the rules of a plan, so `shard_model` refuses it.
     sizes = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate
 
 
-_WRAPPINGS = {"hybrid": "hybrid", "root": "root-only", "none": "no wrapping"}
+_WRAPPINGS = {"plan": "the plan", "root": "root-only", "none": "no wrapping"}
 """The wrappings that `--compare` lays next to each other, and their titles."""
 
 
@@ -125,7 +125,7 @@ def _estimate(options: argparse.Namespace) -> None:
         return
     of_float8 = f"fp8: {FLOAT8}" if options.mixed_precision == "fp8" else ""
     of_recipe = RECIPES[options.recipe].note if options.recipe else ""
-    notes = [*_notes(first, whole_loss, more), *filter(None, [of_float8, of_recipe])]
+    notes = [*_notes(options.model, first, whole_loss, more), *filter(None, [of_float8, of_recipe])]
     print(within("\n".join([str(first), *notes]), 100))
     if options.explain:
         print("", *_explained(first), sep="\n")
@@ -153,7 +153,9 @@ def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs
     return Estimate(memory, throughput_of(memory))
 
 
-def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
+def _notes(
+    name: str, memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: list[str] | None
+) -> Iterator[str]:
     """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits."""
     from hf_fsdp_tools.foresight.memory import MARGIN
 
@@ -162,10 +164,10 @@ def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: 
     if whole_loss is not None:
         fits = "" if whole_loss.fits else ", which does not fit"
         total = show_bytes(whole_loss.total)
-        yield f"chunked loss, as the recipes make it; with full logits (--loss full) {total} in all{fits}"
+        yield f"chunked loss, as the recipes compute it; with full logits (--loss full) {total} in all{fits}"
     if more is not None:
         near = "; ".join(more) or "nothing near; take a smaller model"
-        yield f"what fits: {near}. `hf-fsdp search NAME` finds the fastest setting"
+        yield f"what fits: {near}. `hf-fsdp search {name}` finds the fastest setting"
 
 
 def _explained(memory: "MemoryEstimate") -> list[str]:

@@ -230,11 +230,11 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     from hf_fsdp_tools.modeling.pickles import load_yaml
 
     findings = [each for each in LaunchConfig.check_file(path) if each.code != "few-devices"]
-    if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
+    if problems := [f"{each.problem} {each.fix}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp convert {path}` translates it.")
     for each in findings:
         if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
-            print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
+            print(f"warning: {path}: {each.problem} {each.fix}", file=sys.stderr)
     file = load_yaml(path)
     if file.get("use_cpu"):
         return

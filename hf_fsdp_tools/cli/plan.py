@@ -30,7 +30,7 @@ def add_plan(commands: Any) -> None:
     add = parser.add_argument
     about_blocks = "also show what repeats in the model: blocks, embeddings, final norm, head, ties"
     add("--blocks", action="store_true", help=about_blocks)
-    about_units = "parameters from which a module outside blocks is a unit (default: as many as a block)"
+    about_units = "modules outside blocks with at least N parameters are FSDP units (default: the size of a block)"
     add("--min-unit-params", type=amount, metavar="N", help=about_units)
     add("--block-types", metavar="A,B", help="class names or fqn patterns of blocks (default: detected)")
     add("--dtype", metavar="DTYPE", help="dtype of the weights, such as bfloat16 (default: the config's)")

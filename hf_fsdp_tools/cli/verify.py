@@ -17,8 +17,8 @@ _MOST_PROCESSES = 4
 def add_verify(commands: Any) -> None:
     """Add the command `verify`."""
     about = (
-        "train a tiny model of NAME's kind on CPU ranks and in one process: loss, gradients, a step, evaluation, saved "
-        "files and a resumed training must agree (no weights, no GPUs)"
+        "check a layout: train a tiny model of NAME's architecture on CPU ranks and compare loss, gradients, a step, "
+        "evaluation, saved files and a resumed training with one process (no weights, no GPUs)"
     )
     more = "The exit status is 0 where all agrees, else 1. SCRIPT.py is run but for its `if __name__` part."
     epilog = examples("verify Qwen/Qwen3-8B --cp-size 2", "verify my_script.py --config-file 8x80gb --lora")
@@ -66,7 +66,7 @@ def _verify(options: argparse.Namespace) -> int:
         collator=given.get("data_collator"),
     )
     print(proof.to_json() if options.json else proof)
-    return int(not proof.is_proved)
+    return int(not proof.is_verified)
 
 
 def _of_script(path: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
         options.sequence_parallel = named.get("sequence_parallel")
     if version == 1 and (others > 1 or options.lora or options.activation_checkpointing):
         raise ConfigError(
-            "FSDP1 is proved with full sharding of all weights: leave other sizes, --lora and "
+            "FSDP1 is verified with full sharding of all weights: leave other sizes, --lora and "
             "--activation-checkpointing out."
         )
     return dims, num_processes, version

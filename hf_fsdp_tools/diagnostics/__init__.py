@@ -1,1 +1,1 @@
-"""Problems of a live model or a machine, as findings with code, fact and cure."""
+"""Problems of a live model or a machine, as findings with code, problem and fix."""

@@ -1,4 +1,4 @@
-"""Diagnose a sharded model: findings as data, each with a code, a fact with its figure, and a cure."""
+"""Diagnose a sharded model: findings as data, each with a code, a problem with its figure, and a fix."""
 
 import json
 import zlib
@@ -187,7 +187,7 @@ def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
     """Each finding once; a finding of some ranks names these ranks."""
     ranks = grouped((finding, rank) for rank, findings in enumerate(by_rank) for finding in findings)
     return [
-        finding if len(on) == len(by_rank) else replace(finding, fact=f"On {_ranks(on)}: {finding.fact}")
+        finding if len(on) == len(by_rank) else replace(finding, problem=f"On {_ranks(on)}: {finding.problem}")
         for finding, on in ranks.items()
     ]
 
@@ -196,15 +196,15 @@ def _differences_between_ranks(report: _RankReport) -> Iterator[Finding]:
     if differing := _differing(report.structure):
         yield error(
             code="plans-differ",
-            fact="Units or parameters differ between ranks, which would wait for each other for ever. "
+            problem="Units or parameters differ between ranks, which would wait for each other for ever. "
             + "; ".join(differing),
-            cure="Build the same model with the same policy on every rank: config, adapters, dtype, library versions.",
+            fix="Build the same model with the same policy on every rank: config, adapters, dtype, library versions.",
         )
     if differing := _differing(report.buffers):
         yield error(
             code="buffers-differ",
-            fact=f"Non-persistent buffers differ between ranks; no checkpoint holds them. {'; '.join(differing)}",
-            cure="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a "
+            problem=f"Non-persistent buffers differ between ranks; no checkpoint holds them. {'; '.join(differing)}",
+            fix="Initialise them on every rank after allocating: load_weights does (initialize_missing); after a "
             "to_empty() of your own, run the model's _init_weights for the modules that own them.",
         )
 
@@ -233,9 +233,9 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]]) -> Iterator[Fin
         apart = sum(count > 0 for count in ties.values())
         yield error(
             code="tie-broken",
-            fact=f"{len(ties)} tied sets are separate parameters now, {apart} of them with different values: "
-            f"{listed(list(ties))}. They are trained apart, and a checkpoint keeps one of them.",
-            cure="Call model.tie_weights() before sharding, gather tied modules in one unit, and fill the model with "
+            problem=f"{len(ties)} tied sets are separate parameters now, {apart} of them with different values: "
+            f"{listed(list(ties))}. They are trained separately, and a checkpoint keeps one of them.",
+            fix="Call model.tie_weights() before sharding, gather tied modules in one unit, and fill the model with "
             "load_weights, which keeps ties: to_empty() makes each name a tensor of its own.",
         )
     bad: Counter[str] = Counter()
@@ -244,9 +244,9 @@ def _counted_findings(by_rank: list[dict[tuple[str, str], int]]) -> Iterator[Fin
     if bad:
         yield error(
             code="non-finite-values",
-            fact=f"{len(bad)} tensors hold NaN or infinity: "
+            problem=f"{len(bad)} tensors hold NaN or infinity: "
             f"{listed([f'{name} ({count} elements)' for name, count in bad.most_common()])}.",
-            cure="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that "
+            fix="Load the checkpoint again with load_weights, which initialises what it does not hold; memory that "
             "nobody wrote looks like this too. If the values came in training, go back to the last good checkpoint.",
         )
 

@@ -139,8 +139,8 @@ def untried_versions(*names: str) -> Iterator[Finding]:
             tried = last if least == last else f"{least} to {last}"
             yield warning(
                 code="version-untried",
-                fact=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}.",
-                cure=f'pip install "{name}=={last}.*", or go on and look closely.',
+                problem=f"{name} {found} is installed, and hf_fsdp_tools was tested with {tried}.",
+                fix=f'pip install "{name}=={last}.*", or go on and look closely.',
             )
 
 
@@ -150,8 +150,8 @@ def _check_packages(versions: dict[str, str | None]) -> Iterator[Finding]:
         if is_required if found is None else Version(found).release < Version(least).release:
             yield error(
                 code="package-missing" if found is None else "version-too-old",
-                fact=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
-                cure=f'pip install "{name}>={least}"',
+                problem=f"{name} is {'not installed' if found is None else found}; {least} or later is needed.",
+                fix=f'pip install "{name}>={least}"',
             )
     yield from untried_versions(*versions)
 
@@ -162,42 +162,43 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
     if not backends:
         yield error(
             code="no-backend",
-            fact="This torch was built without distributed backends.",
-            cure="Install a torch with them: the wheels for Linux have gloo, those for CUDA also NCCL.",
+            problem="This torch was built without distributed backends.",
+            fix="Install a torch with them: the wheels for Linux have gloo, those for CUDA also NCCL.",
         )
     elif accelerator is not None and not dist.is_backend_available(own):
         yield error(
             code=f"no-{own}",
-            fact=f"{torch.accelerator.device_count()} {accelerator.type} device(s) and no {own}; the backends are "
+            problem=f"{torch.accelerator.device_count()} {accelerator.type} device(s) and no {own}; the backends are "
             f"{', '.join(backends)}.",
-            cure=f"Install the torch wheel for {accelerator.type} on Linux.",
+            fix=f"Install the torch wheel for {accelerator.type} on Linux.",
         )
     built_for = torch.accelerator.current_accelerator()
     if accelerator is None and built_for is not None and built_for.type != "mps":
         release = torch.version.cuda or torch.version.hip or ""
         yield warning(
             code="no-device",
-            fact=f"This torch is built for {built_for.type} {release}".rstrip() + " and sees no device: it would run "
+            problem=f"This torch is built for {built_for.type} {release}".rstrip()
+            + " and sees no device: it would run "
             "on the CPU.",
-            cure="Check the driver's version (nvidia-smi, rocm-smi, xpu-smi) and variables that hide devices "
+            fix="Check the driver's version (nvidia-smi, rocm-smi, xpu-smi) and variables that hide devices "
             "(CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK).",
         )
     if accelerator is not None and not computes_bfloat16(accelerator):
         yield warning(
             code="no-bfloat16",
-            fact=f"{_described(accelerator)} does not compute in bfloat16.",
-            cure="Use mixed_precision fp16 or no.",
+            problem=f"{_described(accelerator)} does not compute in bfloat16.",
+            fix="Use mixed_precision fp16 or no.",
         )
     if accelerator is not None and streams_are_serialized():
         yield warning(
             code="one-connection",
-            fact="CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's tensor parallelism wants it: FSDP's gathers then "
+            problem="CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron's tensor parallelism wants it: FSDP's gathers then "
             "wait for computation instead of running at the same time.",
-            cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
+            fix="unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
 
 
 def _check_network() -> Iterator[Finding]:
     if advice := loopback_advice():
         fact, _, cure = advice.partition(". ")
-        yield warning(code="loopback", fact=f"{fact}.", cure=cure)
+        yield warning(code="loopback", problem=f"{fact}.", fix=cure)

@@ -35,13 +35,13 @@ class Finding:
     """Its kind, as a short word in kebab-case that stays the same between versions."""
     severity: Literal["error", "warning", "info"]
     """error: wrong results, a hang, or no benefit; warning: costs memory or time; info: good to know."""
-    fact: str
+    problem: str
     """The problem as a sentence, with its figure."""
-    cure: str
+    fix: str
     """What to do about it, as a sentence."""
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.code}\n    {self.fact}\n    {self.cure}"
+        return f"{self.severity}: {self.code}\n    {self.problem}\n    {self.fix}"
 
     def to_json(self) -> str:
         """This finding as JSON text."""
@@ -98,8 +98,8 @@ def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
     yield Finding(
         code="not-sharded",
         severity="info" if world_size == 1 else "error",
-        fact=f"The model has no FSDP unit: {holder} holds all {size} of it.",
-        cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, "
+        problem=f"The model has no FSDP unit: {holder} holds all {size} of it.",
+        fix="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, "
         "make the accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
     )
 
@@ -115,19 +115,19 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     if missed:
         yield warning(
             code="missed-blocks",
-            fact=f"{len(missed)} of {len(blocks)} blocks have no unit and are gathered with what is around them: "
+            problem=f"{len(missed)} of {len(blocks)} blocks have no unit and are gathered with what is around them: "
             f"{listed([block.fqn for block in missed])} ({_classes(missed)}).",
-            cure=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it "
+            fix=f"Name every block class in the wrap policy ({_classes(blocks)}), or use make_wrap_plan(model): it "
             "finds them.",
         )
     if large := [unit for unit in live.units if unit.num_params > bound]:
         worst = max(large, key=lambda unit: unit.num_params)
         yield warning(
             code="oversize-unit",
-            fact=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
+            problem=f"{len(large)} of {len(live.units)} units gather more than twice the largest block or layer "
             f"({show_count(bound)} parameters). The largest is {worst.name} with {show_count(worst.num_params)} "
             f"({show_bytes(worst.num_bytes)}).",
-            cure="Make its largest parts units of their own; make_wrap_plan(model) does, and "
+            fix="Make its largest parts units of their own; make_wrap_plan(model) does, and "
             "WrapPolicy(min_unit_params=...) sets from which size.",
         )
 
@@ -142,11 +142,11 @@ def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> F
         return None
     return error(
         code="root-only",
-        fact=f"No block has a unit: each forward pass gathers {show_count(worst.num_params)} of "
+        problem=f"No block has a unit: each forward pass gathers {show_count(worst.num_params)} of "
         f"{show_count(live.tree.num_params)} parameters ({show_bytes(worst.num_bytes)}) at once, in {worst.name}, "
         f"much as plain data parallelism holds them. The plan has {len(planned)} units of at most "
         f"{show_count(plan.largest_unit.num_params)}.",
-        cure="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a "
+        fix="Shard a fresh model with shard_model(model, make_wrap_plan(model)), or give Accelerate a "
         "FSDPPlugin(). Its own wrap policy is NO_WRAP, or names classes that the model does not have.",
     )
 
@@ -175,8 +175,8 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
         lists += [f"{len(extra)} units are not in it ({listed(extra)})"] if extra else []
         yield warning(
             code="plan-mismatch",
-            fact=f"The model is not sharded as the plan says: {' and '.join(lists)}.",
-            cure="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make "
+            problem=f"The model is not sharded as the plan says: {' and '.join(lists)}.",
+            fix="Shard a fresh model with shard_model(model, plan), and add adapters or heads before that; or make "
             "the plan from this model.",
         )
 
@@ -187,15 +187,15 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
     if len(names) == len(live.parameters):
         yield info(
             code="meta-parameters",
-            fact=f"All {len(names)} parameters are on meta: the model has shapes and no values yet.",
-            cure="Fill it with load_weights(model, ...) before the first forward pass.",
+            problem=f"All {len(names)} parameters are on meta: the model has shapes and no values yet.",
+            fix="Fill it with load_weights(model, ...) before the first forward pass.",
         )
     elif names or buffers:
         yield error(
             code="meta-parameters",
-            fact=f"{len(names)} of {len(live.parameters)} parameters and {len(buffers)} buffers are still on meta: "
+            problem=f"{len(names)} of {len(live.parameters)} parameters and {len(buffers)} buffers are still on meta: "
             f"{listed([*names, *buffers])}.",
-            cure="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint "
+            fix="Load the whole model with load_weights(model, ...), which also initialises what the checkpoint "
             "lacks; give modules that were added later values before they are used.",
         )
 
@@ -216,18 +216,18 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
     if twice:
         yield error(
             code="managed-twice",
-            fact=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: "
-            f"{listed(twice)}. Their gradients or values go apart, or the forward pass sees a shard instead of the "
+            problem=f"{len(twice)} tied parameters are in one unit under one name and elsewhere under another: "
+            f"{listed(twice)}. Their gradients or values diverge, or the forward pass sees a shard instead of the "
             "whole.",
-            cure="Tie weights before sharding, keep each tied set in one unit (fully_shard([embedding, head]); "
+            fix="Tie weights before sharding, keep each tied set in one unit (fully_shard([embedding, head]); "
             "make_wrap_plan does it), and do not call tie_weights() on a sharded model.",
         )
     if alone:
         yield error(
             code="unmanaged-parameters",
-            fact=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their gradients, "
-            "so each rank trains its own copy.",
-            cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
+            problem=f"{len(alone)} trainable parameters are in no unit: {listed(alone)}. Nobody averages their "
+            "gradients, so each rank trains its own copy.",
+            fix="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
             "last). What must stay whole belongs in WrapPolicy(replicate=...), for which shard_model averages "
             "gradients.",
         )
@@ -251,10 +251,10 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
     if padding > _MAX_PADDING_SHARE * total:
         yield warning(
             code="padded-shards",
-            fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
+            problem=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
             f"anything of these hold as much more than their share: {listed(merge_alike(padded))} have too few rows "
             "for the ranks, and FSDP2 makes all shards as long as the longest.",
-            cure="Shard with shard_model or from_pretrained, which split another dimension where one can be split "
+            fix="Shard with shard_model or from_pretrained, which split another dimension where one can be split "
             "evenly; if they made this, take a number of ranks that divides a dimension, or replicas of fewer shards "
             "(dp_replicate_size).",
         )
@@ -267,9 +267,9 @@ def _check_precision(live: LiveModel) -> Iterator[Finding]:
         dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in low}))
         yield info(
             code="low-precision-masters",
-            fact=f"{show_count(sum(w.numel for w in low))} of {show_count(sum(w.numel for w in trainable))} trainable "
-            f"parameters are kept in {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
-            cure="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "
+            problem=f"{show_count(sum(w.numel for w in low))} of {show_count(sum(w.numel for w in trainable))} "
+            f"trainable parameters are {dtypes}: the optimizer's updates are rounded to it, and small ones are lost.",
+            fix="For float32 master weights, load with dtype=torch.float32 and compute in low precision by "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16). Fine as it is for inference, or on purpose.",
         )
 

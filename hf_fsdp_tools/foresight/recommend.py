@@ -341,7 +341,7 @@ class Recommendation(Report):
         batch += f": above {MOST_TOKENS:,}, more than most trainings gain from" * (self.tokens_per_step > MOST_TOKENS)
         own = trainer_kinds(setup).items()
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in own)
-        loop = f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
+        loop = f" in an optimised loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         limit = (1 - self.margin) * self.gpu_bytes
         taken, other, word = cost.peak_bytes, self.expandable_bytes, "with"

@@ -99,7 +99,7 @@ class TrainingSetup(OfAxes):
     activation_checkpointing_offload: bool = False  #: Keep the inputs of blocks that recompute in host memory
     activation_checkpointing_save_ops: tuple[str, ...] = ()  #: "matmul", "attention", or torch's names are not repeated
     reshard_after_forward: bool = True  #: False keeps gathered parameters until the backward pass
-    wrapping: Literal["hybrid", "root", "none"] = "hybrid"  #: root: one unit; none: every rank holds all (DDP)
+    wrapping: Literal["plan", "root", "none"] = "plan"  #: root: one unit; none: every rank holds all (DDP)
     policy: WrapPolicy = field(default_factory=WrapPolicy)
     offload_params: bool = False  #: Keep shards, gradients and optimizer state in host memory
     expandable_segments: bool = False  #: PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow

@@ -28,8 +28,8 @@ TRAINER = {
     "packed rows": (0.88, 1.03, "10 of TRL's SFTTrainer, A100, 4,096 tokens, 2024"),
     "padded rows": (0.62, 0.88, "9 of Liger's example, 4 A100, 512 tokens, padding counted, 2024"),
 }
-"""What transformers' `Trainer` reaches of the tokens per second of tuned loops, on which the efficiencies were fitted,
-and the published trainings that say so (fms-acceleration's tables of 11 and 12/2024; Liger's example)."""
+"""What transformers' `Trainer` reaches of the tokens per second of optimised loops, on which the efficiencies were
+fitted, and the published trainings that say so (fms-acceleration's tables of 11 and 12/2024; Liger's example)."""
 _PARTS = {
     "matmul": "matmuls",
     "attention": "attention",
@@ -83,7 +83,7 @@ class ThroughputEstimate(Report):
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Tokens per second and GPU of a tuned loop: with the software of 2024 less, with the newest plus the error."""
+        """Tokens per second and GPU of an optimised loop: of 2024 less the error, of the newest software plus it."""
         value = self.tokens_per_second_per_gpu
         return (value * (1 - self.error), value * self.newest * (1 + self.error)) if self.is_estimated else None
 
@@ -145,7 +145,7 @@ class ThroughputEstimate(Report):
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
             lines.append(f"  {show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
-        lines += [f"  a tuned loop, software of 2024; efficiencies {self.source}"] * self.is_estimated
+        lines += [f"  an optimised loop, software of 2024; efficiencies {self.source}"] * self.is_estimated
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

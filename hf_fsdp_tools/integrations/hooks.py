@@ -25,4 +25,4 @@ def check_hooks(own: type, base: Any) -> None:
 @cache
 def _warn_of_untried_versions() -> None:
     for finding in untried_versions("accelerate", "transformers"):
-        warn(f"{finding.fact} Cure: {finding.cure}")
+        warn(f"{finding.problem} Fix: {finding.fix}")

@@ -73,7 +73,7 @@ class Translation:
 
     def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
         """Note a problem."""
-        self.findings.append(Finding(code=code, severity=severity, fact=fact, cure=cure))
+        self.findings.append(Finding(code=code, severity=severity, problem=fact, fix=cure))
 
     def keep(self, key: str, value: Any, name: str) -> None:
         """Keep a value as a field, if it is there and of the field's kind."""

@@ -38,7 +38,7 @@ class TrainerSettings:
         metadata={"help": "Resume without optimizer, scheduler or random states, which start anew with a warning."},
     )
     allow_nan: bool = field(
-        default=False, metadata={"help": "Go on where a logged loss is NaN or infinite, which else stops all ranks."}
+        default=False, metadata={"help": "Continue when the loss is NaN or inf (default: stop all ranks)."}
     )
     clip_by_last_norm: bool = field(
         default=False,

@@ -168,7 +168,7 @@ def _guarded(function: Any, failures: list[ConfigError]) -> Any:
             lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
             place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
             fact = f"{type(error).__name__}: {first_lines(error)}{place}"
-            said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
+            said = ConfigError(f"The reward function {name} raised {fact}. Correct it.")
             said.__cause__ = error
             failures.append(own or said)
             rewards[:] = [0.0] * number

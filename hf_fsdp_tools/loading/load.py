@@ -1,4 +1,4 @@
-"""Checkpoint files straight into the shards of a meta model: each rank reads its own bytes."""
+"""Checkpoint files straight into the shards of a meta model: each rank reads its own slices."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A tiny model of a configuration's kind that trains on random or given rows: what a proof is made of."""
+"""A tiny model of a configuration's kind that trains on random or given rows: what a check is made of."""
 
 import copy
 import re
@@ -234,7 +234,7 @@ def given_batches(rows: Sequence[Any], collator: Any, count: int) -> list[dict[s
     for i in range(count):
         made = dict((collator or default_data_collator)([rows[2 * i], rows[2 * i + 1]]))
         if not isinstance(made.get("input_ids"), torch.Tensor):
-            raise ConfigError(f"The collator made {', '.join(made)}; a proof needs rows of input_ids.")
+            raise ConfigError(f"The collator made {', '.join(made)}; verify needs rows of input_ids.")
         made.setdefault("labels", made["input_ids"].clone())
         batches.append({name: _fitted(name, value) for name, value in made.items()})
     return batches

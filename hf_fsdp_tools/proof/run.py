@@ -1,4 +1,4 @@
-"""The proof of a layout: what CPU ranks compute, compared with one process, as a value, a table and JSON."""
+"""The check of a layout: what CPU ranks compute, compared with one process, as a value, a table and JSON."""
 
 import json
 import math
@@ -54,8 +54,8 @@ _CHECKS = {
 Row = dict[str, Any]
 
 
-NOT_COMPARED = (f"rows of more than {3 * WORDS} words", "generation", "logits_to_keep")
-"""What a proof says nothing of, whatever the layout."""
+NOT_COMPARED = (f"rows of more than {3 * WORDS} tokens", "generation", "logits_to_keep")
+"""What a check says nothing of, whatever the layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +76,22 @@ class Proof:
 
     @property
     def problems(self) -> list[str]:
-        """What differs; nothing where the layout is proved."""
+        """What differs; nothing where the layout is verified."""
         whole = [row for row in self.checks if row["problem"] and "module" not in row]
         return [f"{row['precision']} {_title(row)}: {row['problem']}" for row in whole]
 
     @property
-    def is_proved(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether everything that was compared agrees."""
         return bool(self.checks) and not self.problems
 
     def to_json(self) -> str:
         """The whole result."""
-        return json.dumps({"is_proved": self.is_proved, **vars(self), "not_compared": self.not_compared}, indent=1)
+        return json.dumps({"is_verified": self.is_verified, **vars(self), "not_compared": self.not_compared}, indent=1)
 
     @property
     def not_compared(self) -> list[str]:
-        """What the proof says nothing of: packed and long rows are made of words alone."""
+        """What the check says nothing of: packed and long rows are made of tokens alone."""
         inputs = self.model["inputs"].split()
         has_senses = any(name.startswith(("pixel_", "input_features", "input_values")) for name in inputs)
         seen = {row["check"] for row in self.checks}
@@ -113,12 +113,12 @@ class Proof:
         ]
         lines += [f"{kind} rows were left out: {why}" for kind, why in self.left_out.items()]
         lines.append(f"not compared: {', '.join(self.not_compared)}")
-        if self.is_proved:
-            return "\n".join([*lines, "proved"])
+        if self.is_verified:
+            return "\n".join([*lines, "verified"])
         lines += [f"differs  {problem}" for problem in self.problems]
         if self.first_module:
             lines.append(f"The first module that differs: {self.first_module}")
-        return "\n".join([*lines, "not proved"])
+        return "\n".join([*lines, "not verified"])
 
     def _table(self) -> Iterable[tuple[str, ...]]:
         cells: dict[str, dict[str, str]] = {}
@@ -200,7 +200,7 @@ def prove(
 
 
 def make_proof(facts: Row, layout: Row, ranks: list[Row], left_out: dict[str, str]) -> Proof:
-    """The proof that the findings of all ranks make: of each check the worst."""
+    """The result that the findings of all ranks make: of each check the worst."""
     checks: list[Row] = []
     for precision in PRECISIONS:
         seen = [rank[precision] for rank in ranks if precision in rank]

@@ -1,4 +1,4 @@
-"""A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
+"""A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own slices to the same files."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -198,7 +198,7 @@ def _splits_of(name: str, script: Any) -> Any:
         cause = error.__cause__ or error
         fact = "no rows" if "corresponds to no data" in str(cause) else first_line(cause)
         cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated"
-        reason = f"{fact}. {'Mend it, or store its rows in .jsonl' if path.exists() else cure}"
+        reason = f"{fact}. {'Correct it, or store its rows in .jsonl' if path.exists() else cure}"
         if isinstance(cause, CastError) or "Schema at index" in str(cause):
             reason = _other_columns(files) or f"some rows have other columns: {first_line(cause)}. Give all the same"
         raise _refused(name, next(_bad_lines([name]), reason)) from error
@@ -438,9 +438,9 @@ def _gap(row: Mapping[str, Any], needed: Sequence[str]) -> str:
         return "no `label`. Give it a class, or delete that row"
     lists = [row[column] for column in needed if column in _LISTS]
     if any(part is None or isinstance(part, list) for one in lists if isinstance(one, list) for part in one):
-        return "a word without a class, or lists for words. Mend it"
+        return "a word without a class, or lists for words. Correct it"
     if lists and not (all(isinstance(one, list) for one in lists) and len({*map(len, lists)}) == 1):
-        return "not one class for each word: both are lists of equal length. Mend it"
+        return "not one class for each word: both are lists of equal length. Correct it"
     return ""
 
 

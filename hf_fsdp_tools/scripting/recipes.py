@@ -41,7 +41,7 @@ _OF_LLAMA = "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name"
 _PREFERENCES = f"{_OF_QWEN} trl-lib/ultrafeedback_binarized"
 _WRITES: dict[str, Any] = {"lengths": ("max_completion_length",), "rates": (1e-6, 1e-5), "columns": ("prompt",)}
 _WRITES["untimed"] = "the time to write the texts"
-_WRITES["note"] = "not counted: what writes the texts (keys and values, weights that stay gathered), and its time"
+_WRITES["note"] = "not included: generation (keys and values, weights that stay gathered), and its time"
 
 RECIPES = {
     "accelerate-loop": Recipe(

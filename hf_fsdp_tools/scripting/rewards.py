@@ -56,7 +56,7 @@ def _found(name: str) -> Any:
     folder = str(Path(file).parent.absolute())  # of the file, whose neighbours it may import, or the working folder
     sys.path.insert(0, folder)
     try:
-        with library_errors(f"--reward_funcs {name}", "Mend it.", ConfigError):
+        with library_errors(f"--reward_funcs {name}", "Correct it.", ConfigError):
             own = {each: getattr(trl.rewards, each) for each in _OWN}
             found = runpy.run_path(file) if file else vars(importlib.import_module(module)) if module else own
     finally:

@@ -128,7 +128,7 @@ def load_model(
         if report.initialized_keys:
             names = listed(report.initialized_keys)
             end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
-            accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
+            accelerator.print(f"newly initialised (not in the checkpoint): {names}{end}\n")
     return model
 
 

@@ -82,7 +82,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         "dequantize": get("dequantize", True),
         "master_dtype": "fp32" if adapts else _DTYPES.get(dtype, dtype),
         "reduce_dtype": "fp32",
-        "wrapping": "hybrid",
+        "wrapping": "plan",
         "loss": None,
     }
     recomputes = bool(machine.get("activation_checkpointing") or get("gradient_checkpointing"))

@@ -141,7 +141,7 @@ class Chats:
                 shown = self.tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **kwargs)
             except TemplateSyntaxError as error:
                 reason = f"line {error.lineno} of the chat template is no Jinja: {first_line(error)}"
-                raise ConfigError(f"{reason}. Mend it, or give another --chat_template_path.") from error
+                raise ConfigError(f"{reason}. Correct it, or give another --chat_template_path.") from error
             except Exception as error:  # a template is a program, whose errors are of any kind
                 raise ValueError(f"turns that the chat template takes, and it says: {first_line(error)}") from error
             self.seen.add(kind)
@@ -203,7 +203,7 @@ def training_template(tokenizer: Any) -> str:
         return get_training_chat_template(tokenizer) or template
     except ValueError as error:
         raise ConfigError(
-            "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
+            "--assistant_only_loss needs a chat template that marks the assistant's turns with {% generation %}, "
             "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
         ) from error
 
@@ -218,7 +218,7 @@ def _set_template(target: Any, tokenizer: Any, training: Any) -> None:
     training.chat_template_path = None
     option = f"--chat_template_path {path}"
     if Path(path).is_file():
-        with library_errors(f"{option}: no template in UTF-8", "Mend it.", ConfigError):
+        with library_errors(f"{option}: no template in UTF-8", "Correct it.", ConfigError):
             target.chat_template = Path(path).read_text(encoding="utf-8")
         return
     if Path(path).suffix in (".jinja", ".j2", ".txt"):

@@ -38,8 +38,8 @@ def check_parameters(model: nn.Module, replicated: Collection[str]) -> None:
             )
         if [device, start] <= where < [device, end] and (trained or other_trained):
             raise ConfigError(
-                f"{name} and {other} are views of the same memory, and as shards they would be trained apart. Register "
-                "one nn.Parameter under both names; of PEFT's LoRA, leave ensure_weight_tying out."
+                f"{name} and {other} are views of the same memory, and as shards they would be trained separately. "
+                "Register one nn.Parameter under both names; of PEFT's LoRA, leave ensure_weight_tying out."
             )
 
 

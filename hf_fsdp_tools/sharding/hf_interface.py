@@ -150,7 +150,7 @@ def _public(name: str) -> Any:
 
 
 _NEEDLESS = {"is_main_process", "save_function", "safe_serialization", "push_to_hub", "token"}
-"""Arguments of transformers' and PEFT's `save_pretrained` that are left out: every rank writes its own bytes, as
+"""Arguments of transformers' and PEFT's `save_pretrained` that are left out: every rank writes its own slices, as
 safetensors, and a save without an upload needs no token."""
 
 _HONOURED = {

@@ -40,8 +40,8 @@ def _expect(diagnosis, code, severity, fact, cure):
     (finding,) = [f for f in diagnosis.findings if f.code == code] or [None]
     assert finding, f"no {code} in {diagnosis}"
     assert finding.severity == severity
-    assert re.search(fact, finding.fact), finding.fact
-    assert re.search(cure, finding.cure), finding.cure
+    assert re.search(fact, finding.problem), finding.problem
+    assert re.search(cure, finding.fix), finding.fix
     return finding
 
 
@@ -81,7 +81,7 @@ def no_unit_or_the_root_alone() -> None:
     diagnosis = diagnose(fully_shard(make_model("llama"), mesh=_mesh()))
     fact = r"gathers 45\.9 K of 45\.9 K parameters"
     finding = _expect(diagnosis, "root-only", "error", fact, r"FSDPPlugin")
-    assert "at once, in (root)" in finding.fact
+    assert "at once, in (root)" in finding.problem
     assert _codes(diagnosis) == ["root-only"], "what follows from it is not repeated"
 
 
@@ -137,7 +137,7 @@ def ties_that_came_apart() -> None:
     again.tie_weights()
     fact = r"in lm_head and in model\.embed_tokens"
     finding = _expect(diagnose(again), "managed-twice", "error", fact, r"before sharding")
-    assert "model.embed_tokens.weight = lm_head.weight" in finding.fact
+    assert "model.embed_tokens.weight = lm_head.weight" in finding.problem
 
 
 ONE_MODEL = r"same model with the same policy"

@@ -1,4 +1,4 @@
-"""`hf-fsdp verify`: right layouts are proved, and each kind of fault is found, named by check and module.
+"""`hf-fsdp verify`: right layouts are verified, and each kind of fault is found, named by check and module.
 
 Faults are put into the ranks' own code: a wrong divisor, a dropped mask, rows exchanged between ranks, labels that are
 not shifted, angles of other positions, collectives that are left out; swapped experts, tokens at the wrong rank, a
@@ -222,14 +222,14 @@ def test_each_kind_of_fault_is_found(tmp_path, kind, names):
     _case(tmp_path, config, ParallelDims(**{kind: 2}))
     ranks = run_ranks(_faulty, 2, tmp_path, kind, names)
     right = _proof([rank["none"] for rank in ranks])
-    assert right.is_proved and not right.first_module, right
+    assert right.is_verified and not right.first_module, right
     for name in names:
         _, said, module = faults[name]
         proof = _proof([rank[name] for rank in ranks])
-        assert not proof.is_proved, name
+        assert not proof.is_verified, name
         assert any(re.match(f"fp32 {said}", problem) for problem in proof.problems), (name, proof.problems)
         assert module in proof.first_module, (name, proof.first_module)
-        assert "not proved" in str(proof) and "not compared: rows of more than" in str(proof)
+        assert "not verified" in str(proof) and "not compared: rows of more than" in str(proof)
 
 
 # ---- faults of what goes on: states, copies of heads, optimizers, the base model alone ----
@@ -317,7 +317,7 @@ def _reduced_in_bf16(folder):
 def test_a_reduction_in_bf16_is_found(tmp_path):
     _case(tmp_path, transformers.LlamaConfig(), ParallelDims(dp_shard_size=2), PRECISIONS)
     ranks = run_ranks(_reduced_in_bf16, 2, tmp_path)
-    assert _proof([rank["none"] for rank in ranks]).is_proved
+    assert _proof([rank["none"] for rank in ranks]).is_verified
     assert _proof([rank["in bf16"] for rank in ranks]).problems == ["bf16 gradients: reduced in bf16, not in fp32"]
 
 
@@ -344,11 +344,11 @@ def _run(capfd, *words):
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, tp 2", "LoRA, ep 2", "HSDP"],
 )
-def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
+def test_a_layout_is_verified_by_the_command(tmp_path, capfd, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, said = _run(capfd, tmp_path, "--json", *words)
     proof = json.loads(said.out)
-    assert status == 0 and proof["is_proved"], said
+    assert status == 0 and proof["is_verified"], said
     norm = set() if "--fsdp-version" in words else {"norm"}
     checks = {"load", "outputs", "loss", "gradients", "accumulated", "step", "save"}
     resumed = {"weights", "moments", "schedule", "random", "rows", "continued"} if norm else set()
@@ -381,7 +381,7 @@ def test_a_script_gives_model_rows_and_collator(tmp_path, capfd):
     script.write_text(SCRIPT)
     status, said = _run(capfd, script, "--cp-size", "2", "--num-processes", "2", "--json")
     proof = json.loads(said.out)
-    assert status == 0 and proof["is_proved"] and proof["model"]["inputs"] == "input_ids attention_mask labels"
+    assert status == 0 and proof["is_verified"] and proof["model"]["inputs"] == "input_ids attention_mask labels"
     assert {row["rows"] for row in proof["checks"]} == {"rows"}, "the user's rows alone"
     script.write_text("name = 'x'\n")
     assert _run(capfd, script)[0] == 1
@@ -410,7 +410,7 @@ def test_a_launch_file_gives_the_layout(tmp_path, capfd):
     machines = ["--num-processes", "64", "--gpu", "h100-80gb"]
     assert main(["init", *machines, "--cp-size", "8", "--output", f"{tmp_path}/f.yaml"]) == 0
     status, said = _run(capfd, tmp_path, "--config-file", tmp_path / "f.yaml")
-    assert status == 0 and "dp_shard_size 2 x cp_size 2: 4 CPU ranks" in said.out and said.out.endswith("\nproved\n")
+    assert status == 0 and "dp_shard_size 2 x cp_size 2: 4 CPU ranks" in said.out and said.out.endswith("\nverified\n")
 
 
 def test_equal_values_of_another_dtype_differ():
@@ -420,5 +420,5 @@ def test_equal_values_of_another_dtype_differ():
 
 def test_ranks_that_fail_make_no_proof():
     proof = _proof([{"error": "rank 0 failed: x"}])
-    assert isinstance(proof, Proof) and not proof.is_proved and "rank 0 failed: x" in str(proof)
-    assert not _proof([]).is_proved, "nothing was compared"
+    assert isinstance(proof, Proof) and not proof.is_verified and "rank 0 failed: x" in str(proof)
+    assert not _proof([]).is_verified, "nothing was compared"

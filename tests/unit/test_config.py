@@ -354,7 +354,7 @@ FOUND = [
 def test_what_is_wrong_with_a_file_is_one_finding_with_its_cure(tmp_path, on_eight_gpus, text, kind, cure):
     (finding,) = check(tmp_path, text)
     assert f"{finding.severity} {finding.code}" == kind
-    assert cure in finding.cure
+    assert cure in finding.fix
 
 
 def test_nothing_is_wrong_with_what_is_shipped_or_written_here(tmp_path, on_eight_gpus):

@@ -23,7 +23,7 @@ from tests.api import Diagnosis, Finding, Held, check_environment, rehearse
 
 ROOT = Path(__file__).parents[2]
 
-FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
+FINDING = Finding(code="some-code", severity="warning", problem="2 of 3 are wrong.", fix="Do the other thing.")
 
 
 def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_process_group():
@@ -37,7 +37,7 @@ def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_proces
     diagnosis = diagnose(model)
     (finding,) = diagnosis.findings
     assert (finding.code, finding.severity) == ("not-sharded", "info")
-    assert "this process holds all 183.7 kB" in finding.fact and "shard_model" in finding.cure
+    assert "this process holds all 183.7 kB" in finding.problem and "shard_model" in finding.fix
     assert str(diagnosis.units) == "LlamaForCausalLM: 45.9 K parameters, not sharded"
     with pytest.raises(ConfigError, match="give one of the two"):
         diagnose(model, plan=make_wrap_plan(model), policy=WrapPolicy())
@@ -85,7 +85,7 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
             fully_shard(block, mesh=mesh)
     fully_shard(by_hand, mesh=mesh, ignored_params={by_hand.logit_scale})
     (finding,) = [finding for finding in diagnose(by_hand).findings if finding.severity == "error"]
-    assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.fact and "replicate" in finding.cure
+    assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.problem and "replicate" in finding.fix
 
 
 def _findings(environment):
@@ -131,4 +131,4 @@ def test_an_unfit_environment_is_an_error_with_its_cure(monkeypatch, attribute, 
     found = check_environment()
     assert found.has_errors
     finding = _findings(found)[code]
-    assert finding.severity == "error" and cure in finding.cure
+    assert finding.severity == "error" and cure in finding.fix

@@ -132,7 +132,7 @@ def two_machines(monkeypatch):
 
 def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
     (finding,) = [one for one in check_environment().findings if one.code == "loopback"]
-    assert "resolves to 127.0.1.1" in finding.fact and "GLOO_SOCKET_IFNAME" in finding.cure
+    assert "resolves to 127.0.1.1" in finding.problem and "GLOO_SOCKET_IFNAME" in finding.fix
     two_machines.setattr(dist, "init_process_group", Mock(side_effect=KeyboardInterrupt))
     two_machines.setenv("MASTER_ADDR", "10.0.0.1")
     two_machines.setenv("MASTER_PORT", "29500")

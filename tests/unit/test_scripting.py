@@ -402,7 +402,7 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, CHAT, bare)
     bare.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     check(model, CHAT, bare)
-    with pytest.raises(ConfigError, match="marks the assistant's words"):
+    with pytest.raises(ConfigError, match="marks the assistant's turns"):
         check(model, CHAT, bare, assistant_only_loss=True)
     with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
         check(model, text, assistant_only_loss=True)

@@ -30,7 +30,7 @@ def config() -> str:
 def test_an_answer_has_memory_speed_and_the_command(app, config: str) -> None:
     method = "all weights, 8-bit AdamW in bf16"
     said, rows, command = app.answer("", config, "h200-141gb", "2", "64", "1k", method, False)
-    assert said.startswith("### fits: ") and " tokens/s** on each GPU in a tuned loop (" in said
+    assert said.startswith("### fits: ") and " tokens/s** on each GPU in an optimised loop (" in said
     assert rows[0][1] >= rows[-1][1] > 0 and {"CUDA context", "activations"} <= {part for part, _ in rows}
     words = "hf-fsdp search config.json --gpu h200-141gb --num-processes 2 --max-length 64 --optimizer adamw_8bit"
     assert command == f"{words} --master-dtype bf16 --output run.yaml"

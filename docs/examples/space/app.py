@@ -106,7 +106,7 @@ def answer(
     else:
         low, high = speed.range
         rate = speed.tokens_per_second_per_gpu
-        lines.append(f"**{rate:,.0f} tokens/s** on each GPU in a tuned loop ({low:,.0f} to {high:,.0f}).")
+        lines.append(f"**{rate:,.0f} tokens/s** on each GPU in an optimised loop ({low:,.0f} to {high:,.0f}).")
     lines += [f"*{note}*" for note in dict.fromkeys((*memory.notes, *speed.notes))]
     return "\n\n".join(lines), rows, command("config.json" if config.strip() else name, setup)
 

@@ -25,8 +25,8 @@ class Efficiency:
     """The slowest of n GPUs is later than the mean by this times sqrt(2 ln n) (Cramér 1946, section 28.6)."""
     compiled_memory: float = 0.462  # Share of the traffic of elementwise kernels that is left under `torch.compile`
     error: float
-    """What tokens per second of a tuned loop may be off. On A100 and H100 nine of ten trainings by publishers that were
-    left out of the fit were within 13 %. Infinite where no published training of the GPU is known."""
+    """What tokens per second of an optimised loop may be off. On A100 and H100 nine of ten trainings by publishers that
+    were left out of the fit were within 13 %. Infinite where no published training of the GPU is known."""
     newest: float = 1.0
     """How many times as fast dense models train with the kernels of 2026 (torch 2.9 and later, Transformer Engine): on
     H100 and H200 the mean of 8 trainings by NeMo AutoModel, torchtitan and KempnerForge, 9/2025 to 4/2026."""
