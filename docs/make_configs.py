@@ -28,7 +28,7 @@ MACHINES |= {"2x8x80gb": ("h100-80gb", 16)}
 MODELS = {
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B", 1),
     "qwen3-8b": ("Qwen/Qwen3-8B", 8),
-    "qwen3-14b": ("Qwen/Qwen3-14B", 8),
+    "qwen3-8b-1m": ("Qwen/Qwen3-8B", 8),
     "qwen3-32b": ("Qwen/Qwen3-32B", 8),
     "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", 8),
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", 1),
@@ -46,8 +46,10 @@ MODELS = {
     "nemotron-3-nano": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8),
 }
 """Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --preset`."""
-MORE = {"gpt-oss-20b-mxfp4": ["--dequantize", "false"]}
-"""Options of some: LoRA on a base that stays as it is stored."""
+TRAINED = ["--recipe", "finetune", "--global-batch-size", "64"]
+OTHERS = {"gpt-oss-20b-mxfp4": [*TRAINED, "--dequantize", "false"]}
+OTHERS |= {"qwen3-8b-1m": ["--recipe", "pretrain", "--max-length", str(1 << 20), "--global-batch-size", "1"]}
+"""What some models train: LoRA on a base that stays as it is stored; a row of a million tokens in each step."""
 
 
 def command(name: str, output: str) -> list[str]:
@@ -55,14 +57,14 @@ def command(name: str, output: str) -> list[str]:
     end = ["--output", output]
     if name == "cpu":
         return ["init", "--cpu", *end]
-    rule = ["--no-offload-params", "--global-batch-size", "64", "--optimizer", "adamw"]
+    rule = ["--no-offload-params", "--optimizer", "adamw"]
     if name in MODELS:
         model, count = MODELS[name]
         gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]
-        return ["search", model, "--recipe", "finetune", *gpus, *MORE.get(name, []), *rule, *end]
+        return ["search", model, *OTHERS.get(name, TRAINED), *gpus, *rule, *end]
     gpu, count = MACHINES[name]
     several = ["--num-machines", "2", "--slurm"] if count > 8 else []
-    return ["search", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]
+    return ["search", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *TRAINED[2:], *rule, *end]
 
 
 def write(name: str) -> None:

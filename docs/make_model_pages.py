@@ -33,6 +33,7 @@ HEAD = {
     "note": "note",
 }
 """Lines in the head of a preset, and how a page names them."""
+DATASETS = {"finetune": "trl-lib/Capybara", "pretrain": "DATASET"}
 ABOUT = """A small model of each type, made by the code of transformers 5.24 (Llama 4: 5.23), with images and sound
 where it reads them, ran on 2 CPU ranks and in one process. ✓: both agree. *in bf16*: they differ in bf16 alone. –: it
 has no such part, or none was tried."""
@@ -123,7 +124,7 @@ def page(model: str, presets: list[Path]) -> str:
         lines += [
             "",
             "```bash",
-            f"hf-fsdp {found['recipe']} --preset {path.stem} --dataset_name trl-lib/Capybara",
+            f"hf-fsdp {found['recipe']} --preset {path.stem} --dataset_name {DATASETS[found['recipe']]}",
             "```",
             "",
             f"| Preset | `{path.stem}` |",
@@ -164,17 +165,18 @@ def index(pages: dict[str, list[Path]]) -> str:
         "",
         "## Presets",
         "",
-        "`hf-fsdp finetune --preset NAME` takes one of these, found by `hf-fsdp search` for cards of 80 GB and",
-        "sequences of 4,096 tokens. Its model's page has the settings, what does not fit, and what was verified.",
+        "`--preset NAME` of a recipe takes one of these, found by `hf-fsdp search` for cards of 80 GB. Its model's page",
+        "has the command, the settings, what does not fit, and what was verified.",
         "",
-        "| `--preset` | Model | GPUs | Trained | Memory of a GPU, estimated |",
-        "| --- | --- | --- | --- | --- |",
+        "| `--preset` | Model | GPUs | Tokens | Trained | Memory of a GPU, estimated |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, presets in pages.items():
         for path in presets:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
             memory, _, _ = facts(path)["memory"].partition(" of")
             cells = [f"`{path.stem}`", f"[{model}]({presets[0].stem}.md)", str(found["launch"]["num_processes"])]
+            cells.append(f"{found['options']['max_length']:,}")
             lines.append(f"| {' | '.join([*cells, trained(found['options'], found['launch']), memory])} |")
     lines += [
         "",

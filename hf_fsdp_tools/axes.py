@@ -97,9 +97,8 @@ def product(degrees: object, names: Iterable[str]) -> int:
 
 def spread_problem(degrees: Any) -> str:
     """Why ranks with these degrees cannot hold own tokens between shared layers; "" where they can."""
-    layers, rows = degrees.tp_size, degrees.cp_size
-    fact = f"sequence_parallel divides tokens among ranks that share layers, and has tp_size {layers}, cp_size {rows}"
-    return "" if layers > 1 == rows else f"{fact}; give tp_size above 1 and no cp_size, or leave it out"
+    fact = f"sequence_parallel divides tokens among ranks that share layers, and has tp_size {degrees.tp_size}"
+    return "" if degrees.tp_size > 1 else f"{fact}; give tp_size above 1, or leave it out"
 
 
 class OfAxes:

@@ -192,15 +192,16 @@ class ContextParallel(Feature):
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Undo]:
         """Rows are cut and joined, and heads exchanged around attention."""
         mesh = sharding.axes.groups["cp"]
-        return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+        spread = sharding.axes.dims.tp_size if "sequence_parallel" in Chosen.of(model).features else 1
+        return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size(), spread))
 
 
 FEATURE = ContextParallel()
 
 
-def follow_rows(model: nn.Module, size: int) -> list[Hook | Undo]:
-    """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
-    return _made(model, Rows("cp", 0, size))
+def follow_rows(model: nn.Module, size: int, spread: int = 1) -> list[Hook | Undo]:
+    """Let a model that is followed on tensors without data run as on a rank that shares its rows (`Rows.spread`)."""
+    return _made(model, Rows("cp", 0, size, spread))
 
 
 def _made(model: nn.Module, rows: Rows) -> list[Hook | Undo]:
@@ -367,7 +368,7 @@ def _before_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     given = dict(zip(names, args, strict=False)) | kwargs
     length = rows.part_length * rows.size
     hidden = given[names[0]].shape
-    if not {rows.part_length, length} & set(hidden[1:-1]):
+    if not {rows.part_length, length, rows.part_length // rows.spread} & set(hidden[1:-1]):
         raise ConfigError(
             f"{type(block).__name__} takes {hidden[1]} tokens of rows with {rows.length}: with cp_size {rows.size}, it "
             "must see the words of a row and nothing else. Leave cp_size out."

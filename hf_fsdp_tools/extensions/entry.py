@@ -134,7 +134,17 @@ def _mask_of_rows(*args: Any, inner: Callable[..., Any], rows: Rows, kind: type,
     if rows.entered_cut and type(next(iter(args), kwargs.get("config"))) is kind:
         args = tuple(_whole(value, rows) for value in args)
         kwargs = {name: _whole(value, rows) for name, value in kwargs.items()}
+        kwargs |= _without_own_padding(kwargs.get("attention_mask"), rows)
     return inner(*args, **kwargs)
+
+
+def _without_own_padding(mask: Any, rows: Rows) -> dict[str, torch.Tensor]:
+    """A mask of words in which the padding of parts counts as the word before it: no word sees it, and rows without
+    other padding need no mask of tokens by tokens."""
+    missing = rows.part_length * rows.size - rows.length
+    if not missing or not rows.is_causal or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return {}
+    return {"attention_mask": torch.cat([mask[:, :-missing], mask[:, -missing - 1 : -missing].expand(-1, missing)], 1)}
 
 
 def _positions_of_rows(inner: Callable[..., Any], *args: Any, rows: Rows, **kwargs: Any) -> Any:

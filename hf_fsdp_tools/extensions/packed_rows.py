@@ -59,13 +59,16 @@ def documents_or_mask(**given: Any) -> Any:
     """The `Documents` of a mask that transformers describes, or its mask for sdpa: None, or a tensor.
 
     A causal mask, one within windows, and one within chunks are lists of documents: they follow from whether each
-    token sees the one before it, and none after it. The host waits for the device once.
+    token sees the one before it, and none after it. The host waits for the device once, and for a mask that leaves no
+    token out once more.
     """
     size, rows, device = given["q_length"], given["batch_size"], torch.device(given["device"])
     local = given.get("local_size")
     is_simple = given.get("allow_is_causal_skip", True) and (local is None or size < local)
-    is_described = given.get("attention_mask") is None and not given.get("use_vmap") and size == given["kv_length"] > 1
+    is_described = not given.get("use_vmap") and size == given["kv_length"] > 1
     if is_simple or not is_described or device.type == "meta" or torch.compiler.is_compiling():
+        return sdpa_mask(**given)
+    if (words := given.get("attention_mask")) is not None and not words.all():
         return sdpa_mask(**given)
     row, place = torch.arange(rows, device=device)[:, None], torch.arange(size, device=device)
     one, other = torch.stack([place[1:], place[:-1]])[:, None], torch.stack([place[:-1], place[1:]])[:, None]

@@ -26,6 +26,8 @@ class Rows:
     without data, and there is no such group."""
     rank: int
     size: int
+    spread: int = 1
+    """How many ranks share layers and hold their own tokens of a part between blocks (`sequence_parallel`)."""
     is_cut: bool = False
     """Whether the latest forward pass cut its rows; it did not if it had a cache (`generate`)."""
     entered_cut: bool = False

@@ -30,10 +30,10 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.axes import spread_problem
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.extensions.context_parallel import DEEPSTACK
+from hf_fsdp_tools.extensions.context_parallel import DEEPSTACK, follow_rows
 from hf_fsdp_tools.extensions.entry import Replaced
 from hf_fsdp_tools.extensions.float8 import Float8Layer
-from hf_fsdp_tools.extensions.readers import find_readers
+from hf_fsdp_tools.extensions.readers import Reads, find_readers
 from hf_fsdp_tools.extensions.tensor_parallel import run_divided_on_meta, with_summed_gradients
 from hf_fsdp_tools.modeling.arguments import CACHES
 from hf_fsdp_tools.modeling.meta import copy_on_meta
@@ -73,8 +73,10 @@ class Tokens:
     size: int
     group: dist.ProcessGroup | None = None
     """None where a model is followed on tensors without data."""
+    may_cut: bool = False
+    """Whether the latest forward pass is one without a cache."""
     is_cut: bool = False
-    """Whether the latest forward pass cut its rows."""
+    """Whether its rows are cut, which the ranks divide."""
     length: int = 0
     """Tokens of whole rows of the region that runs."""
     whole_layers: bool = False
@@ -171,7 +173,7 @@ class SequenceParallel(Feature):
         """The model, of which each rank has its part already, is tried on meta, and its regions are noted."""
         if problem := spread_problem(axes.dims):
             raise ConfigError(f"{problem}.")
-        note_regions(model, axes.dims.tp_size)
+        note_regions(model, axes.dims.tp_size, axes.dims.cp_size)
         Chosen.put(model, features=Chosen.of(model).features | {"sequence_parallel"})
 
     def describe(self, model: nn.Module) -> str:
@@ -191,8 +193,9 @@ FEATURE = SequenceParallel()
 # ---- finding ----
 
 
-def note_regions(model: Any, size: int) -> None:
-    """Note the regions of a model whose layers so many ranks share: it is tried on meta. Nothing is communicated.
+def note_regions(model: Any, size: int, parts: int = 1) -> None:
+    """Note the regions of a model whose layers so many ranks share, and whose rows are in so many parts (`cp_size`): it
+    is tried on meta. Nothing is communicated.
 
     Raises:
         ConfigError: it does not run so.
@@ -202,10 +205,12 @@ def note_regions(model: Any, size: int) -> None:
     problem = "it is not a decoder of transformers alone, or has no stack of blocks"
     if blocks and any(parameter is not None for parameter in decoder._parameters.values()):
         blocks, problem = [], "its decoder has weights of its own, next to its blocks"
+    if blocks and parts > 1 and (hasattr(decoder, DEEPSTACK) or Reads.of(decoder).way == "rows"):
+        blocks, problem = [], f"beside its blocks its decoder works on whole rows, with cp_size {parts}"
     for regions in ([each for block in blocks for each in _regions(block)], blocks) if blocks else ():
         for module in decoder.modules():
             Spread.put(module, is_region=module in regions, ends_region=False, sees_own=False)
-        if not (tried := _tried(model, size)):
+        if not (tried := _tried(model, size, parts)):
             return
         problem = tried if regions is not blocks else problem
     raise ConfigError(
@@ -248,7 +253,7 @@ def _is_divided(module: nn.Module) -> bool:
     return bool(note.parallel) or note.style is not None
 
 
-def _tried(model: nn.Module, size: int) -> str:
+def _tried(model: nn.Module, size: int, parts: int) -> str:
     """Why a model does not run with these regions on meta; "" if it does, and what is known of its layers is noted."""
     twin: Any = copy_on_meta(model)
     names = {module: name for name, module in twin.named_modules()}
@@ -258,9 +263,9 @@ def _tried(model: nn.Module, size: int) -> str:
         for module in twin.modules():
             install_style(module)
         seen.watch(twin)
-        install(twin, hooks_of_tokens(twin, tokens))
+        install(twin, [*(follow_rows(twin, parts, size) if parts > 1 else ()), *hooks_of_tokens(twin, tokens)])
         decoder.register_forward_hook(seen.end)
-        run_divided_on_meta(twin, 4 * size)
+        run_divided_on_meta(twin, 4 * size * parts)
     except Exception as error:
         return f"it does not run with own tokens of a row ({first_line(error)})"
     if not tokens.is_cut or seen.length != 4 * size:
@@ -334,7 +339,7 @@ def hooks_of_tokens(model: Any, tokens: Tokens, *, whole_layers: bool = False) -
     if hasattr(decoder, DEEPSTACK):
         yield Replaced(decoder, DEEPSTACK, partial(_add_to_own, tokens=tokens))
     for block in blocks:
-        if not Spread.of(block).is_region:
+        if block is blocks[0] or not Spread.of(block).is_region:
             yield Hook(block, Phase.OWN, partial(_before_block, tokens=tokens, is_first=block is blocks[0]))
     tuned = {each.get_base_layer() for each in model.modules() if hasattr(each, "get_base_layer")}
     for module in decoder.modules():
@@ -376,12 +381,11 @@ class _Instead:
 
 
 def _before_decoder(decoder: nn.Module, args: Any, kwargs: Any, *, tokens: Tokens) -> Any:
-    """Whether this pass has whole rows that the ranks divide."""
+    """Whether this pass is one without a cache."""
     given = dict(zip(inspect.signature(type(decoder).forward).parameters, (decoder, *args), strict=False)) | kwargs
-    inputs = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
-    is_plain = not given.get("use_cache") and all(given.get(name) is None for name in CACHES)
-    tokens.is_cut = is_plain and inputs is not None and inputs.dim() > 1 and not inputs.shape[1] % tokens.size
-    return (args, kwargs | {"use_cache": False}) if tokens.is_cut else (args, kwargs)
+    tokens.may_cut = not given.get("use_cache") and all(given.get(name) is None for name in CACHES)
+    tokens.is_cut = False
+    return (args, kwargs | {"use_cache": False}) if tokens.may_cut else (args, kwargs)
 
 
 def _add_to_own(
@@ -396,10 +400,12 @@ def _add_to_own(
 
 def _before_block(block: nn.Module, args: Any, kwargs: Any, *, tokens: Tokens, is_first: bool) -> Any:
     """Own tokens of all that blocks take, but of what regions read whole: positions, masks."""
-    if not tokens.is_cut:
-        return args, kwargs
     names = [*inspect.signature(type(block).forward).parameters][1:]
     given = dict(zip(names, args, strict=False)) | kwargs
+    if is_first:
+        tokens.is_cut = tokens.may_cut and not given[names[0]].shape[1] % tokens.size
+    if not tokens.is_cut or Spread.of(block).is_region:  # the first block has whole rows
+        return args, kwargs
     length = given[names[0]].shape[1] * (1 if is_first else tokens.size)
     cut = {
         name: _cut(value, tokens, False) if _is_of_tokens(name, value, length) else value

@@ -158,7 +158,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     if is_divided:
         cut_parts(model)
     if setup.sequence_parallel:
-        note_regions(base, setup.tp_size)
+        note_regions(base, setup.tp_size, setup.cp_size)
     if setup.wrapping != "plan":
         sizes: Any = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}
         plan = replace(plan, units=(replace(plan.units[-1], reason="the whole model in one unit", **sizes),))

@@ -58,6 +58,7 @@ class Cost:
     floor_seconds: float = 0.0  # What the GPU computes in it: no other sharding of the micro-batch takes less
     expandable_bytes: int = 0  # `peak_bytes` with `EXPANDABLE`, where that may decide; else 0
     host_bytes: int = 0  # Host memory of each process under offload
+    newest: float = 1.0  # How many times as fast with the kernels of 2026
     loss: Literal["full", "chunked", None] = None
     is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings
     notes: tuple[str, ...] = ()
@@ -161,7 +162,7 @@ class Search:
 
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for, compiled; then with weights, or optimizer, that take less."""
-        setup, is_bf16 = self.setup, self.setup.mixed_precision == "bf16"
+        setup, is_bf16 = self._with_rows(), self.setup.mixed_precision == "bf16"
         setup = self._spread(setup if "compile" in self.fixed else replace(setup, compile=True))
         yield setup
         if setup.lora_r is not None:
@@ -169,6 +170,20 @@ class Search:
                 yield replace(setup, load_in_4bit=True)
         elif setup.optimizer == "adamw" and is_bf16 and not self.fixed & {"master_dtype", "optimizer"}:
             yield replace(setup, master_dtype="bf16", optimizer="adamw_8bit")
+
+    def _with_rows(self) -> TrainingSetup:
+        """The training asked for; where the global batch has fewer rows than GPUs would read, these share them."""
+        setup, rows = self.setup, self.global_batch_size
+        may_share = "cp_size" not in self.fixed and setup.wrapping != "none"
+        most = min(setup.gpus_per_node, setup.num_processes) if may_share and rows and rows < setup.rows_at_once else 1
+        for size in (2**power for power in range(1, most.bit_length())):
+            try:
+                shared = replace(setup, cp_size=size)
+                batches(shared, self.fixed, rows)
+            except FSDPToolsError:
+                continue
+            return shared
+        return setup
 
     def _spread(self, setup: TrainingSetup) -> TrainingSetup:
         """The setting in which GPUs that share layers hold their own tokens between these, if the model can have it."""
@@ -252,7 +267,7 @@ class Search:
         is not faster; of ranks with other rows beyond a machine at least, inside of which no traffic between machines
         is saved."""
         name = axis.size
-        if name in self.fixed or getattr(kind, name) > 1 or kind.wrapping == "none":
+        if name in self.fixed or kind.wrapping == "none":
             return
         best, base = self.best(), kind
         again: tuple[bool, ...] = ()
@@ -264,7 +279,7 @@ class Search:
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
         crosses = not axis.has_same_rows
         most = base.num_processes // base.num_copies if crosses else min(base.gpus_per_node, base.num_processes)
-        for size in (2**power for power in range(1, most.bit_length())):
+        for size in (2**power for power in range(getattr(kind, name).bit_length(), most.bit_length())):
             before, degree = self.best(), {name: size}
             try:
                 one = self._spread(replace(base, **degree))
@@ -343,6 +358,7 @@ class Recommendation(Report):
         kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in own)
         loop = f" in an optimised loop; with a Trainer, {', '.join(kinds)}"
         speed = f"{cost.step_seconds:,.2f} s per step, {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        speed += f" ({cost.step_seconds / cost.newest:,.2f} s with kernels of 2026)" * (cost.newest > 1)
         limit = (1 - self.margin) * self.gpu_bytes
         taken, other, word = cost.peak_bytes, self.expandable_bytes, "with"
         if other and taken > limit:
@@ -454,6 +470,7 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], say: Callab
             step_seconds=time.step_seconds,
             floor_seconds=time.step_seconds - time.parts["communication"] - time.parts["offload"],
             host_bytes=memory.host_bytes,
+            newest=time.newest,
             loss=memory.setup.loss,
             is_estimated=time.is_estimated,
             notes=tuple(dict.fromkeys((*memory.notes, *time.notes, *([] if time.is_estimated else [time.source])))),

@@ -219,4 +219,4 @@ class TrainingSetup(OfAxes):
         """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
         shared = self.ranks_per_row
         own = f"{self.num_processes} GPU{'s' * (self.num_processes > 1)}"
-        return own if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"
+        return own if shared == 1 else f"{self.rows_at_once} group{'s' * (self.rows_at_once > 1)} of {shared} GPUs"

@@ -68,7 +68,7 @@ class ThroughputEstimate(Report):
     parts: Mapping[str, float]  # Seconds of what the GPU does: `Timing.parts`, and `slowest GPU`, for which it waits
     communication_seconds: float  # All collectives', hidden or not
     error: float  # `Efficiency.error`; infinite where tokens per second are not estimated
-    newest: float = 1.0  # `Efficiency.newest`
+    newest: float = 1.0  # How many times as fast with the kernels of 2026 (`Efficiency.gain`)
     source: str  # What the efficiencies were fitted on, or why tokens per second are not estimated
     notes: tuple[str, ...] = ()
 
@@ -204,7 +204,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
         parts={**timing.parts, "slowest GPU": late},
         communication_seconds=timing.communication,
         error=math.inf if untimed else efficiency.error,
-        newest=efficiency.newest,
+        newest=efficiency.gain(timing.seconds, timing.parts["attention"] * (setup.attn_implementation == "sdpa")),
         source=f"a step also has {untimed}, which is not timed" if untimed else efficiency.source,
         notes=notes,
     )

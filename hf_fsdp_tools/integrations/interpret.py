@@ -88,7 +88,9 @@ class Translation:
 
     def unknown(self, key: str, value: Any, known: Any, *, stops: bool = False) -> None:
         """Note a key that nobody knows."""
-        nearest = did_you_mean(key, known)
+        degree = key.removeprefix("fsdp_")
+        nearest = f": did you mean parallelism_config: {{parallelism_config_{degree}: {value}}}?"
+        nearest = nearest if degree in DEGREES else did_you_mean(key, known)
         self.say(key, value, f"left out, not known{nearest}")
         fact = f"{key}: the launcher {'stops at it' if stops else 'drops it without a word'}."
         self.find("error", "unknown-key", fact, f"This is no key{nearest}")

@@ -167,7 +167,9 @@ def parse_arguments(
     for action in parser._actions:
         if action.dest == "use_peft":
             action.help = f"{action.help} The learning rate is then {rate:g}, unless one is given."
-    parsed = parser.parse(_DEMO | dict(demo or own.demo_options), {"learning_rate": rate})
+    adapts = {"learning_rate": rate}
+    tries = _DEMO | adapts | dict(own.tried_options) if own.tried_options else {}
+    parsed = parser.parse(_DEMO | dict(demo or own.demo_options), adapts, tries)
     chosen = {name: getattr(parsed[-1], f"{name}_column") for name in columns}
     parsed = parsed[: len(dataclasses)]
     for one in parsed:
@@ -179,7 +181,7 @@ def parse_arguments(
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(usual.get("output_dir")))
     task_type = str(usual.get("lora_task_type", "CAUSAL_LM"))
-    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given], task_type)
+    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given], task_type, is_tried=parser.is_tried)
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):  # bars fill a log file with a line for each moment
         import datasets
 
@@ -223,11 +225,14 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
 
     commands: Mapping[str, str] = MappingProxyType({})
     """Those of the recipe's row."""
+    is_tried = False
+    """Whether a model is given on the command line, and no data: the demo's are taken."""
 
-    def parse(self, demo: dict[str, Any], adapter: dict[str, Any]) -> tuple[Any, ...]:
+    def parse(self, demo: dict[str, Any], adapter: dict[str, Any], tries: dict[str, Any]) -> tuple[Any, ...]:
         """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
 
-        Without a model the demo's values are defaults, with an adapter its own, with early stopping what that needs.
+        Without a model the demo's values are defaults, without data those of a model that is tried, with an adapter its
+        own, with early stopping what that needs.
         """
         start = _Parser((), allow_abbrev=False, add_help=False)
         start.add_argument("--config", type=Path)
@@ -253,6 +258,9 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
             raise ConfigError(no_option(wrong, names))
         chosen = adapter if getattr(values, "use_peft", False) else {}
+        lacks_data = getattr(values, "dataset_name", None) is None and "model_name_or_path" not in file
+        self.is_tried = bool(tries) and lacks_data
+        chosen = tries if self.is_tried else chosen
         chosen = demo if getattr(values, "model_name_or_path", None) is None else chosen
         if getattr(values, "lora_experts", False):
             chosen = chosen | _OF_EXPERTS
@@ -359,7 +367,7 @@ _LEAST |= dict.fromkeys(("gradient_accumulation_steps", "max_completion_length",
 _PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm"}
 
 
-def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) -> None:
+def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str, *, is_tried: bool) -> None:
     """Refuse options that contradict each other, all in one error, and those whose package is absent."""
     get = partial(_value, parsed)
     hints = {name: hint for one in parsed for name, hint in get_type_hints(type(one)).items()}
@@ -406,7 +414,10 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str], task_type: str) 
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
         (adapts and get("optim") == MUON, "--optim muon is for whole matrices, and --use_peft trains thin factors."),
         (of_adapters and not adapts, f"--{''.join(of_adapters[:1])} is for an adapter: add --use_peft."),
-        (model and not data, "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file."),
+        (
+            model and not (data or is_tried),
+            "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
+        ),
         (data and not model, f"--dataset_name {data} would not be read by the demo: add --model_name_or_path."),
         (named and not data, f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name."),
         (stops and not evaluates, "--early_stopping_patience needs evaluations: leave --eval_strategy no out."),

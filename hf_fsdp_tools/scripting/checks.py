@@ -148,7 +148,10 @@ def _check_optimizer(training: Any) -> None:
 
 
 def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any) -> None:
-    """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
+    """Refuse a `max_length` beyond a table of positions, and name one beyond trained angles.
+
+    The options' default, which nobody asked for, is cut.
+    """
     if (positions := max_positions(config)) is None:
         return
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
@@ -170,12 +173,18 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
         positions -= next((padding + 1 for padding in tables if padding is not None), 0)
     if length <= positions:
         return
-    if length != model_args.default_max_length:
-        more = ", or write more there, and rope_parameters for them" if has_angles(config) else ""
-        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}{more}.")
-    training.max_length = positions
-    if rank_and_size()[0] == 0:
-        print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
+    first = rank_and_size()[0] == 0
+    if length == model_args.default_max_length:
+        training.max_length = positions
+        if first:
+            print(f"--max_length {positions}: {name} has no more positions (the default is {length})")
+    elif not has_angles(config):
+        raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}.")
+    elif first:
+        print(
+            f"--max_length {length}: {has.format(positions)}, and angles beyond them, of which it has seen none; "
+            "rope_parameters (YaRN) in its config.json scale them to such lengths."
+        )
 
 
 # ---- what is trained on ----

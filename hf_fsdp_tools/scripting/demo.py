@@ -44,8 +44,10 @@ _CHAT_TEMPLATE = (
 """Template for texts and parts, whose `generation` marks let trainers compute the loss on the assistant's words."""
 
 
-def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
+def make_demo(accelerator: Any, kind: str, model: str | None = None) -> tuple[str, str]:
     """The folders of a small model and of a data set below `outputs/demo`, made by the first rank of each node.
+
+    `model` is one that is there, in place of the small one.
 
     The kind of the data decides the model: "text", "prompts", "beginnings" (with a model for a teacher next to it,
     `teacher`), "pairs", "preferences", "classes", "answers", "tags" or "images". What is there already is kept. Every
@@ -62,14 +64,14 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     import datasets
 
     name = {"images": "vision_model", "answers": "seq2seq_model"}.get(kind, "model")
-    accelerator.print(
-        f"Quick start: a small model and its data ({kind}), made on the spot in {_FOLDER}. Give --model_name_or_path "
-        "and --dataset_name for your own."
-    )
+    made, options = f"data ({kind})", "--dataset_name"
+    if model is None:
+        made, options = f"a small model and its {made}", f"--model_name_or_path and {options}"
+    accelerator.print(f"Quick start: {made}, made on the spot in {_FOLDER}. Give {options} for your own.")
     datasets.disable_progress_bars()  # seven bars for seven short moments
     is_first = rank_on_node()[0] == 0
     with going_first(is_first):
-        for each in [name, *["teacher"] * (kind == "beginnings")] if is_first else ():
+        for each in [name, *["teacher"] * (kind == "beginnings")] if is_first and model is None else ():
             make_demo_model(_FOLDER / each, each)
         if is_first and not (_FOLDER / kind).is_dir():
             rows, features = demo_rows(kind), image_features() if kind == "images" else None
@@ -77,7 +79,7 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
             with _folder_made_at_once(_FOLDER / kind) as partial:
                 for split, part in (("train", train), ("eval", rows[::_EVAL_EVERY])):
                     datasets.Dataset.from_list(part, features).to_parquet(partial / f"{split}.parquet")
-    return str(_FOLDER / name), str(_FOLDER / kind)
+    return model or str(_FOLDER / name), str(_FOLDER / kind)
 
 
 def demo_passages() -> list[tuple[str, str]]:

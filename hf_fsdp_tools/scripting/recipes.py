@@ -18,6 +18,8 @@ class Recipe:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Values of options where they differ from TRL's
     demo: str = ""  # The kind of data that it makes where no model is given (`make_demo`)
     demo_options: Mapping[str, Any] = field(default_factory=dict)  # Defaults of options then
+    tried_options: Mapping[str, Any] = field(default_factory=dict)
+    """The same where a model alone is given, which is tried on the demo's data; {}: data must be given."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Options with which it trains a model of the hub, by launch config; estimated to fit."""
     rates: tuple[float, float] = (1e-5, 2e-4)
@@ -122,6 +124,7 @@ RECIPES = {
         columns=("text", "messages", "prompt", "completion"),
         demo="text",
         demo_options={"num_train_epochs": 6, "learning_rate": 2e-3, "max_length": 192},
+        tried_options={"max_steps": 20, "max_length": 192, "use_peft": True, "lora_target_modules": ["all-linear"]},
         commands={
             "1x24gb": f"{_OF_QWEN} trl-lib/Capybara --per_device_train_batch_size 1 --use_peft "
             "--lora_target_modules all-linear --learning_rate 2e-4 --packing true --torch_compile true",

@@ -51,7 +51,7 @@ _FIRST_SAYS_S = 30.0
 
 
 def start(recipe: str, script: type, training: type, model_args: type | None = None) -> tuple[Any, Any, Any, Any]:
-    """What a recipe begins with: its arguments, an Accelerator, and model and data of the demo where no model is given.
+    """What a recipe begins with: its arguments, an Accelerator, and model or data of the demo where none are given.
 
     `recipe` is the name of one of the package ("dpo"), whose options, columns and demo these are; the others are
     dataclasses as of `parse_arguments`, by default with `ModelArguments`. Returns (script, training, model_args,
@@ -74,6 +74,8 @@ def start(recipe: str, script: type, training: type, model_args: type | None = N
     if of_model.model_name_or_path is None:
         of_model.is_demo = True
         of_model.model_name_or_path, of_script.dataset_name = make_demo(accelerator, RECIPES[recipe].demo)
+    elif of_script.dataset_name is None:
+        _, of_script.dataset_name = make_demo(accelerator, RECIPES[recipe].demo, of_model.model_name_or_path)
     return of_script, of_training, of_model, accelerator
 
 

@@ -15,7 +15,7 @@ from benchmarks.long_rows import compared
 from hf_fsdp_tools import ParallelDims
 from hf_fsdp_tools.steps import make_wrap_plan, shard_model
 from tests._checkpoints import randomize, tiny_config
-from tests._dist import run_cases, run_ranks
+from tests._dist import named, run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._noted import LiveBytes
 
@@ -107,10 +107,23 @@ def bytes_fall_with_the_ranks(kind: str, ranks: int) -> None:
     assert growth[1] < 1.15 * growth[0] / ranks, (kind, peaks)
 
 
+def rows_that_are_not_padded_need_no_mask() -> None:
+    """A collator's mask leaves no word out, and the ranks do not divide the row: causal attention, and windows."""
+    length, model = 161, copy.deepcopy(plain("gemma3_text"))
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims(cp_size=2).build_mesh("cpu"))
+    given = batch_of("gemma3_text", model.config, length) | {"attention_mask": torch.ones(1, length, dtype=torch.int64)}
+    with LiveBytes() as seen:
+        loss = model(**given).loss
+        loss.backward()
+    torch.testing.assert_close(loss.detach(), plain("gemma3_text")(**given).loss.detach())
+    assert not [shape for shape in seen.shapes if sum(size >= length for size in shape) > 1]
+
+
 @fast_and_nightly(lambda kinds, ranks: [*((kind, ranks[0]) for kind in FAST), (FAST[1], ranks[1])], list(KINDS), [2, 4])
 def test_bytes_of_a_rank_fall_with_the_ranks(combinations: Any) -> None:
     for ranks in (2, 4):
         cases = {kind: partial(bytes_fall_with_the_ranks, kind, ranks) for kind, of in combinations if of == ranks}
+        cases |= named(rows_that_are_not_padded_need_no_mask) if ranks == 2 else {}
         run_ranks(run_cases, ranks, cases)
 
 

@@ -248,9 +248,25 @@ def own_tokens_lie_between_layers(parent):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert seen["input_layernorm"] == {length // 2, length - 1}
-    for layout in ({}, {"cp_size": 2}):
-        said = refusal(lambda of=layout: from_pretrained(folder, mesh=ParallelDims(**of), **OWN_TOKENS))
-        assert "give tp_size above 1 and no cp_size" in said
+    assert "give tp_size above 1" in refusal(partial(from_pretrained, folder, mesh=ParallelDims(), **OWN_TOKENS))
+
+
+def own_tokens_of_parts(parent):
+    """Ranks that share rows and layers: norms see a quarter of a row, and layers one half."""
+    dims, folder = ParallelDims(tp_size=2, cp_size=2), folder_of("llama", parent)
+    model = from_pretrained(folder, mesh=dims, **QUIET, **OWN_TOKENS)
+    _, mine = rows(dims, 0)
+    layer, seen = model.model.layers[1], {}
+    for module in (layer.input_layernorm, layer.mlp.gate_proj):
+        module.register_forward_pre_hook(lambda module, args: seen.update({module: args[0].shape[1]}))
+    model(input_ids=mine, labels=mine, use_cache=False)
+    length = mine.shape[1]
+    assert seen == {layer.input_layernorm: length // 4, layer.mlp.gate_proj: length // 2}
+    odd = mine[:, :-1]  # of which a part is not one that the ranks divide, or is padded so that it is
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for given in (odd, mine[:, :-2]):
+        torch.testing.assert_close(model(input_ids=given).logits, plain(input_ids=given).logits, rtol=1e-4, atol=1e-5)
+    layout_trains("gpt_oss", dims, parent, **OWN_TOKENS)
 
 
 def asked_as_transformers_does(parent):
@@ -323,7 +339,7 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
 
 
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
-    cases = named(asked_as_transformers_does, in_public_steps)
+    cases = named(asked_as_transformers_does, in_public_steps, own_tokens_of_parts)
     cases["experts of copies"] = partial(layout_trains, "qwen3_moe", FOURS[4])  # whose norm counts each once
     run_ranks(run_cases, 4, cases, tmp_path)
 

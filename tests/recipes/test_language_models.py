@@ -47,7 +47,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
         done = subprocess.run(words, cwd=tmp_path, env=os.environ | reached, **told)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
-    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
+    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read"):
         assert shown in done.stdout, shown
     assert re.search(r"step 2 of 4: loss \d\.\d+, [\d,]+ tokens/s, learning rate \S+, \d\.\d GB", done.stdout)
     assert not re.search(r"(it|examples)/s", done.stderr), "no bars where standard error is no terminal"
@@ -76,6 +76,7 @@ def series(tmp_path_factory) -> Series:
     chats = ["--dataset_name", write_lines(folder / "chats.jsonl", CHATS), "--assistant_only_loss"]
     runs = {"stopped": [*tuned, *chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]}
     runs["stopped"] += ["--eval_steps", "1"]
+    runs["tried"] = ["finetune", *ours, *_launch.ONCE, "--max_steps", "1"]
     runs["lora"] = [*adapter, *EVERY, *chats, "--merge_adapters"]
 
     documents = folder / "documents"  # three files: rows are divided among two ranks
@@ -97,6 +98,14 @@ def series(tmp_path_factory) -> Series:
     steps = ["--max_steps", str(STEPS), "--learning_rate", "1e-2"]
     runs["compared"] = [*loop, write_split(folder / "eight", EIGHT), *steps]
     return launch_series(folder, runs)
+
+
+def test_a_model_is_tried_on_the_data_of_the_demo(series):
+    said = series.of("tried")
+    assert "Quick start: data (text), made on the spot" in said and "Give --dataset_name for your own" in said
+    before, now = (re.search(rf"^{word} +'(.*)'$", said, re.MULTILINE)[1] for word in ("said before", "says now"))
+    assert before[:20] == now[:20], "one prompt"
+    assert (series.folder / "tried" / "adapter_model.safetensors").is_file()
 
 
 def late() -> None:

@@ -325,6 +325,7 @@ def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
 DP = "parallelism_config_dp"
 FOUND = [
     (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "did you mean fsdp_reshard_after_forward"),
+    (text_of(fsdp={"fsdp_cp_size": 2}), "error unknown-key", "parallelism_config: {parallelism_config_cp_size: 2}"),
     (text_of(zzz=2), "error unknown-key", "This is no key; known are "),
     (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
     (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),

@@ -22,7 +22,7 @@ from tests.unit.test_cli import run
 
 VALUES = {
     "--activation-checkpointing-save-ops": "matmul", "--attn-implementation": "eager", "--block-types": "LlamaMLP",
-    "--auto-class": "AutoModelForSequenceClassification", "--config-file": "qwen3-14b", "--dequantize": "false",
+    "--auto-class": "AutoModelForSequenceClassification", "--config-file": "qwen3-32b", "--dequantize": "false",
     "--dtype": "bfloat16", "--frozen-models": "other", "--gpu": "a100-40gb", "--gpu-ids": "0,1", "--image-size": "64",
     "--images": "0", "--lora-dropout": "0.1", "--loss": "full", "--lora-target-modules": "q_proj", "--margin": "0.3",
     "--master-dtype": "bf16", "--mixed-precision": "fp16", "--main-process-ip": "10.0.0.1", "--machine-rank": "1",

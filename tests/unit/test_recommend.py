@@ -294,6 +294,13 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
 def test_a_global_batch_or_a_margin_that_cannot_be():
     with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
         choose(TrainingSetup(num_processes=8), Toy(), global_batch_size=100)
+    # fewer rows than GPUs: these share them, as few as need be, or a larger number where memory wants it
+    few = TrainingSetup(num_processes=8, max_length=1024)
+    best = choose(few, Toy(shares_rows=True), global_batch_size=2)
+    assert best.setup.cp_size == 4 and best.global_batch_size == 2
+    assert choose(few, Toy(activation=3e9, shares_rows=True), global_batch_size=2).setup.cp_size == 8
+    with pytest.raises(ConfigError, match="2 sequences cannot be made by 8 GPUs; use 8"):
+        choose(few, Toy(shares_rows=True), fixed=("cp_size",), global_batch_size=2)
     fixed = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
         choose(TrainingSetup(num_processes=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)

@@ -396,6 +396,8 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, text)
     check(model, text, max_length=SFTConfig.max_length)  # which nobody asked for
     assert "--max_length 256: " in capsys.readouterr().out
+    check(model, text, max_length=512)
+    assert "has 256 positions (by its config), and angles beyond them" in capsys.readouterr().out
     bare = AutoTokenizer.from_pretrained(model)
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template. Give --chat_template_path"):
@@ -443,7 +445,6 @@ def test_prepared_rows_are_looked_at_and_lists_of_model_arguments_are_read(capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 512}, r"--max_length 512: .* has 256 positions"),
         ({"padding_free": True}, r"--padding_free true cuts no rows.*64. Use --max_length none .*--packing"),
         ({"optim": "adamw_bnb_8bit"}, r"AdamW of bitsandbytes keeps a state that cannot be resumed here.*AdamW8bit"),
         ({"optim": "grokadamw"}, r"--optim grokadamw: .*pip install grokadamw"),

@@ -30,7 +30,15 @@ class Efficiency:
     newest: float = 1.0
     """How many times as fast dense models train with the kernels of 2026 (torch 2.9 and later, Transformer Engine): on
     H100 and H200 the mean of 8 trainings by NeMo AutoModel, torchtitan and KempnerForge, 9/2025 to 4/2026."""
+    newest_attention: float = 1.0
+    """The same of torch's attention on long rows: on Hopper it takes cuDNN's kernels, 595 and 516 Tflop/s forward and
+    backward, for 370 and 322 of FlashAttention 2 (arXiv 2407.08608, figures 5 and 6; head dimension 128)."""
     source: str
+
+    def gain(self, seconds: float, attention: float) -> float:
+        """How many times as fast a step of `seconds` is with the kernels of 2026; attention is torch's part of it."""
+        attention, rest = attention / max(self.newest, self.newest_attention), (seconds - attention) / self.newest
+        return seconds / (attention + rest)
 
 
 _SHARES: dict[str, Efficiency] = {}

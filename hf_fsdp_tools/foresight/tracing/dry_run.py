@@ -192,7 +192,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     if setup.cp_size > 1:
-        hooks += follow_rows(base_of(model), setup.cp_size)
+        hooks += follow_rows(base_of(model), setup.cp_size, setup.tp_size if setup.sequence_parallel else 1)
     if setup.sequence_parallel:
         hooks += hooks_of_tokens(base_of(model), Tokens(0, setup.tp_size), whole_layers=setup.compile)
     install(model, hooks)
