@@ -35,8 +35,10 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import named, run_cases, run_ranks
+from tests._rounding import assert_near, with_rounding
+from tests._training import new_accelerator
 from tests._training import train as run_steps
-from tests.api import beside_4bit, weights_4bit
+from tests.api import ShardedScaler, beside_4bit, weights_4bit
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 
@@ -160,6 +162,32 @@ def test_steps_of_qlora_with_added_tokens_equal_those_of_one_process(tmp_path, c
     cases = {"grown": partial(grown, compile)} | named(*FAULTS)
     for found in run_ranks(run_cases, 2, cases, folder, tmp_path):
         torch.testing.assert_close(found["grown"], alone, rtol=1e-5, atol=0)
+
+
+def scaled(mixed_precision: str, folder: Path) -> list[float]:
+    """Losses of SGD, which a gradient that is scaled still would throw away, on GPUs without bf16 or as on one."""
+    accelerator = new_accelerator(mixed_precision=mixed_precision)
+    dtype = {"fp16": torch.float16, "no": torch.float32}[mixed_precision]
+    if mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        accelerator.scaler, accelerator.native_amp = ShardedScaler("cpu"), True  # what Accelerate has on GPUs
+    torch.manual_seed(0)
+    four = four_bits(bnb_4bit_compute_dtype=dtype)
+    model = from_pretrained(folder, accelerator=accelerator, quantization_config=four, peft_config=lora())
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}, "gradients that can be unscaled"
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
+    mine = [ids.chunk(dist.get_world_size())[dist.get_rank()] for ids in batches() * 3]
+    losses = run_steps(model, optimizer, [{"input_ids": ids, "labels": ids} for ids in mine], accelerator=accelerator)
+    assert mixed_precision == "no" or accelerator.scaler.get_scale() == 2.0**16, "no step was left out"
+    return losses
+
+
+def test_steps_of_qlora_in_fp16_equal_those_of_one_process(tmp_path):
+    folder = small_llama(tmp_path / "llama")
+    (alone,) = run_ranks(with_rounding, 1, *(partial(scaled, each, folder) for each in ("fp16", "no")))
+    assert alone[0][-1] < alone[0][0] - 0.05, "the run learns, so a wrong gradient would show"
+    for found in run_ranks(scaled, 2, "fp16", folder):
+        assert_near(found, *alone)
 
 
 # ---- refusals and faults ----
