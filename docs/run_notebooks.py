@@ -62,7 +62,7 @@ def readable(text: str) -> str:
         last = re.sub(r"^ {40,}", "", re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line.rpartition("\r")[2])).rstrip()
         if not _NOISE.match(last) and (last or not line):  # a line of bars alone leaves none
             shown.append(last)
-    return "\n".join(shown)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(shown))
 
 
 def digest(source: str) -> str:
