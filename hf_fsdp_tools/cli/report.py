@@ -8,7 +8,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from hf_fsdp_tools import __version__
 from hf_fsdp_tools.cli.launch import launched, recipes
 from hf_fsdp_tools.cli.options import SHOWN, examples, filled, write
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.scripting.recipes import DEFAULT_RECIPE, recipe_of
 from hf_fsdp_tools.text import did_you_mean, printable, table
 
@@ -43,7 +43,7 @@ _TOLD = re.compile(
     r"(\[rank\d+\]: )?(step [\d,]+ of |estimated peak|no estimate|[\w-]+: (error|warning): |[\w.]*(Error|Exception)\b)|"
     "hf-fsdp: "
 )
-"""How lines of a recipe begin that say how it went; all others may have a user's texts in them."""
+"""How lines of a recipe begin that say how it went, of which the last 20 are kept; others may have a user's texts."""
 
 _PLACE = re.compile(r"(?<![\w.…-])[~.]{0,2}/[^\s'\",;:)]+|\b\d+\.\d+\.\d+\.\d+\b|\b(?:hf|sk|ghp)_\w{8,}")
 """A path, a network address, or a token."""
@@ -68,15 +68,24 @@ def _report(options: argparse.Namespace) -> int:
         raise ConfigError(f"report: {name!r} is no recipe with a Trainer{did_you_mean(name, known)}")
     heard: list[str] = []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hf-fsdp-report-", dir=Path.cwd()) as folder:  # which has room for a model
+    with storage_errors("write to", Path.cwd()):  # which has room for a model
+        made = tempfile.TemporaryDirectory(prefix="hf-fsdp-report-", dir=Path.cwd())
+    with made as folder:
         file = Path(folder, "line.json")
-        ours = [*_SHORT, "--output_dir", f"{folder}/trained", "--report_estimate", str(file)]
-        code = launched(known[name], [*ours, *words], heard)
+        given = [*_SHORT, "--output_dir", f"{folder}/trained", *words, "--report_estimate", str(file)]
+        code = launched(known[name], given, heard)
         seconds = round(time.monotonic() - began)
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     shown, hidden = _public(words)
-    facts = {"command": " ".join(["hf-fsdp report", name, *shown]), "exit_code": code, "seconds": seconds}
-    report = _without(hidden, facts | _machine() | _run_of(lines) | {"told": _told(heard)})
+    facts: dict[str, Any] = {
+        "command": " ".join(["hf-fsdp report", name, *shown]),
+        "exit_code": code,
+        "seconds": seconds,
+    }
+    found = json.loads(lines[-1]) if lines else {}
+    facts |= _machine() | {name: found.get(name) for name in ("gpu", "model", "trainer", "estimated", "measured")}
+    facts["told"] = [*dict.fromkeys(line for line in heard if _TOLD.match(line))][-20:]  # each once: ranks say the same
+    report = _without(hidden, facts)
     path = Path(f"hf-fsdp-report-{time.strftime('%Y%m%d-%H%M%S')}.json")
     write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     print("\n" + "\n".join([*_summary(report), "", _where(path)]))
@@ -96,17 +105,6 @@ def _machine() -> dict[str, Any]:
         "backends": list(found.backends),
         "findings": [asdict(finding) for finding in found.findings],
     }
-
-
-def _run_of(lines: Sequence[str]) -> dict[str, Any]:
-    """What `--report_estimate` has written; nulls where the recipe did not come so far."""
-    found = json.loads(lines[-1]) if lines else {}
-    return {name: found.get(name) for name in ("gpu", "model", "trainer", "estimated", "measured")}
-
-
-def _told(heard: Iterable[str]) -> list[str]:
-    """The last 20 lines that say how it went, each once: ranks say the same."""
-    return [*dict.fromkeys(line for line in heard if _TOLD.match(line))][-20:]
 
 
 def _public(words: Sequence[str]) -> tuple[list[str], list[str]]:

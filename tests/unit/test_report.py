@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -92,6 +93,12 @@ def test_what_cannot_be_started_is_an_error_and_no_report(words, cure, monkeypat
     monkeypatch.chdir(tmp_path)
     assert main(["report", *words.split()]) == 1
     assert cure.lower() in capsys.readouterr().err.lower() and not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_takes_no_file_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(report.tempfile, "TemporaryDirectory", Mock(side_effect=OSError(30, "Read-only file system")))
+    assert main(["report"]) == 1
+    assert "Read-only file system. Check path, permissions and space" in capsys.readouterr().err
 
 
 def test_the_demo_is_reported_from_two_processes(tmp_path):
