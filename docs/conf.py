@@ -91,7 +91,7 @@ def write_llms(app: Sphinx, error: Exception | None) -> None:
     each page of the index with its first sentence."""
     readme, agents = (Path(app.srcdir, name).read_text(encoding="utf-8") for name in ("README.md", "AGENTS.md"))
     title, about = readme.split("\n\n")[:2]
-    rules = "\n".join(re.findall(r"(?ms)^- .*?(?=^- |\Z)", agents))
+    rules = "".join(re.findall(r"(?ms)^- .*?(?=^- |\Z)", agents))
     parts = [title, "> " + about.replace("\n", "\n> "), rules]
     for tree in app.env.get_doctree(root_doc).findall(toctree):
         lines = [f"## {tree['caption']}", ""]
