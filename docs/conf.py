@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from docutils.nodes import paragraph
 from myst_parser.parsers.sphinx_ import MystParser
+from sphinx.addnodes import toctree
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
@@ -24,7 +26,7 @@ include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTIN
 include_patterns += ["docs/*.md", "docs/*.ipynb", "docs/models/*.md", "benchmarks/results/**.md"]
 html_static_path = ["static"]
 html_js_files = ["filter.js"]
-html_extra_path = ["index.html", "llms.txt"]  # at the top of the site, where hosts and agents look for them
+html_extra_path = ["index.html"]  # at the top of the site, where hosts look for it
 html_theme = "furo"
 html_title = "hf_fsdp_tools"
 html_copy_source = html_show_sphinx = html_show_copyright = False
@@ -39,10 +41,11 @@ SECTION = re.compile(r"\s*(Args|Raises|Returns|Yields|Example|Examples|Attribute
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is done to docstrings, notebooks and pictures."""
+    """Connect what is done to docstrings, notebooks and pictures, and for agents."""
     app.add_source_parser(NotebookParser)
     app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("build-finished", copy_pictures)
+    app.connect("build-finished", write_llms)
 
 
 class NotebookParser(MystParser):
@@ -111,3 +114,25 @@ def copy_pictures(app: Sphinx, error: Exception | None) -> None:
     """Put the pictures where the HTML in the documents looks for them."""
     pictures = Path("docs", "pictures")
     shutil.copytree(app.srcdir / pictures, app.outdir / pictures, dirs_exist_ok=True)
+
+
+def write_llms(app: Sphinx, error: Exception | None) -> None:
+    """Write `llms.txt`, which agents look for at the top of a site: README's first lines, the rules of AGENTS.md, and
+    each page of the index with its first sentence."""
+    readme, agents = (Path(app.srcdir, name).read_text(encoding="utf-8") for name in ("README.md", "AGENTS.md"))
+    title, about = readme.split("\n\n")[:2]
+    rules = "".join(re.findall(r"(?ms)^- .*?(?=^- |\Z)", agents))
+    parts = [title, "> " + about.replace("\n", "\n> "), rules]
+    for tree in app.env.get_doctree(root_doc).findall(toctree):
+        lines = [f"## {tree['caption']}", ""]
+        for _, page in tree["entries"]:
+            first = next(app.env.get_doctree(page).findall(paragraph)).astext().replace("\n", " ")
+            lines.append(f"- [{app.env.titles[page].astext()}]({page}.html): {re.split(r'(?<=[.:]) ', first)[0]}")
+        parts.append("\n".join(lines))
+    text = "\n\n".join([*map(unlinked, parts[:3]), *parts[3:]])
+    Path(app.outdir, "llms.txt").write_text(f"{text}\n", encoding="utf-8")
+
+
+def unlinked(text: str) -> str:
+    """A text whose links to files of the clone, which the site lacks, are their words alone."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).strip()

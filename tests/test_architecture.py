@@ -36,7 +36,7 @@ NEVER = (
 
 
 BUDGET = {
-    "": 110, "__main__": 10, "accelerator": 180, "axes": 125, "background": 175, "cli": 2055, "diagnostics": 970,
+    "": 110, "__main__": 10, "accelerator": 180, "axes": 125, "background": 175, "cli": 2225, "diagnostics": 970,
     "distributed": 1925, "doors": 35, "errors": 150, "extensions": 5370, "folders": 70, "foresight": 4275, "hub": 190,
     "integrations": 5135, "loading": 5880, "modeling": 3885, "planning": 1530, "plots": 120, "pretrained": 395,
     "proof": 1990, "saving": 3480, "scripting": 3455, "sharding": 5220, "steps": 15, "stores": 450,

@@ -1,6 +1,5 @@
 """The commands `hf-fsdp finetune`, `hf-fsdp dpo`, …: a recipe of the package, started by `accelerate launch`."""
 
-import argparse
 import ast
 import os
 import re
@@ -74,22 +73,24 @@ def add_recipes(commands: Any) -> None:
         about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or stem).splitlines()[0]
         about = re.split(r"[,:;] (?![^(]*\))|\.$", about)[0].replace(" under FSDP2", "")
         parser = commands.add_parser(name, help=f"{about[:1].lower()}{about[1:]}", add_help=False)
-        parser.set_defaults(run=partial(_launch, path), rest=[])
+        parser.set_defaults(run=lambda options, path=path: launched(path, options.rest), rest=[])
 
 
-def _launch(recipe: Path, options: argparse.Namespace) -> int:
-    if {"-h", "--help", "--help-all"} & set(options.rest):
+def launched(recipe: Path, words: Sequence[str], heard: list[str] | None = None) -> int:
+    """Do what `hf-fsdp RECIPE WORDS` says; return its exit code. What is printed is also added to `heard`."""
+    if {"-h", "--help", "--help-all"} & set(words):
         SHOWN.set()
         about = "\n".join(column(f"  {name} ", text) for name, text in _ABOUT.items())
         print(filled(_HELP.format(name=recipe.stem.replace("_", "-"), about=about)), flush=True)
-        if "--help-all" in options.rest:
+        if "--help-all" in words:
             return subprocess.call([sys.executable, str(recipe), "--help"])
         print(_help_of(recipe))
         return 0
-    _check_words(recipe, options.rest)
+    _check_words(recipe, words)
+    run = _run if heard is None else partial(_run, heard=heard)
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
-    launch, launcher_words, recipe_words = split_words(options.rest)
+    launch, launcher_words, recipe_words = split_words(words)
     preset, recipe_words = taken_preset(recipe_words, recipe.stem.replace("_", "-"), launch)
     # TrainingArguments have the option too; the launcher has to know it.
     launch["cpu"] |= any(word in ("--use_cpu", "--use-cpu") for word in recipe_words)
@@ -100,7 +101,7 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
         if is_preset(path):
             raise ConfigError(f"--config_file {path} is a preset: --preset {path} takes it")
         _check_file(path, launch)
-        return _run([*command, "--config_file", str(path), *script])
+        return run([*command, "--config_file", str(path), *script])
     config, _ = decide(launch, None if preset is None or launch["cpu"] else preset.launch)
     if config.main_process_ip == ANY_ADDRESS:
         raise ConfigError(
@@ -110,7 +111,7 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="hf-fsdp-") as folder:
         path = Path(folder, "config.yaml")
         path.write_text(config.to_accelerate_yaml(), encoding="utf-8")
-        return _run([*command, *cpu_words(config), "--config_file", str(path), *script])
+        return run([*command, *cpu_words(config), "--config_file", str(path), *script])
 
 
 def cpu_words(config: Any) -> list[str]:
@@ -244,19 +245,25 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     check_count(processes // machines)
 
 
-def _run(command: list[str]) -> int:
+def _run(command: list[str], heard: list[str] | None = None) -> int:
     """The exit code of a command, which is ended with this process: signals of a terminal, which come to this process
-    alone, go to all that the command has started, and SIGTERM to the command."""
+    alone, go to all that the command has started, and SIGTERM to the command. Its lines are also added to `heard`."""
     print(f"accelerate launch {shlex.join(command[3:])}", file=sys.stderr, flush=True)
-    process = subprocess.Popen(command, start_new_session=True)
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    piped |= {"env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+    lines = [] if heard is None else heard
+    process = subprocess.Popen(command, start_new_session=True, **(piped if heard is not None else {}))
 
     def forward(number: int, frame: object) -> None:
         with suppress(ProcessLookupError):
             (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
 
-    heard = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heard}
+    taken = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in taken}
     try:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
         return process.wait()
     finally:
         for number, handler in before.items():

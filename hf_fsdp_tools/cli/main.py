@@ -21,6 +21,7 @@ from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.options import FIRST_S, SHOWN, column, examples
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
+from hf_fsdp_tools.cli.report import add_report
 from hf_fsdp_tools.cli.verify import add_verify
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import OURS, did_you_mean
@@ -96,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
 
 _GROUPS = {
     "start here": (add_doctor, add_gpus, add_estimate, add_search, add_init, add_convert),
-    "train": (add_recipes,),
+    "train": (add_recipes, add_report),
     "checkpoints": (add_export,),
     "look inside": (add_plan, add_verify),
 }

@@ -10,7 +10,7 @@ import torch
 from hf_fsdp_tools.axes import SHARING, OfAxes, product, size_names, spread_problem, with_degrees
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.timing.hardware import Gpu
+from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.planning.policy import WrapPolicy, as_policy
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
@@ -129,6 +129,8 @@ class TrainingSetup(OfAxes):
         for name, unit in (("network_gbit_s", "Gbit/s"), ("link_gb_s", "GB/s")):
             if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
                 raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
+        if self.mixed_precision == "bf16" and (gpu := gpu_named(self.gpu)).bf16 == gpu.fp32:
+            raise ConfigError(f"{gpu} does not compute in bf16; give mixed_precision fp16, or no (fp32).")
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):

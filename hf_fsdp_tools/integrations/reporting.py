@@ -121,10 +121,11 @@ class Report:
         with agreed("writing the report of the estimate", file := Path(named)), storage_errors("write to", file):
             if trainer.args.should_save:
                 model, kinds = base_of(trainer.model), type(trainer).__mro__
+                name = getattr(getattr(model, "config", None), "_name_or_path", "")
                 line = {
                     "versions": {name: version(name) for name in _PACKAGES if find_spec(name.replace("-", "_"))},
                     "gpu": device_title(trainer.accelerator.device),
-                    "model": getattr(getattr(model, "config", None), "_name_or_path", "") or class_name(model),
+                    "model": class_name(model) if not name or Path(name).exists() else name,
                     "trainer": next(kind.__name__ for kind in kinds if kind.__module__.startswith(_LIBRARIES)),
                     "estimated": getattr(trainer.estimated, "values", None) or self._estimate(model),
                     "measured": {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate},

@@ -35,8 +35,10 @@ from tests._checkpoints import (
     stored_tensors,
 )
 from tests._dist import named, run_cases, run_ranks
+from tests._rounding import assert_near, with_rounding
+from tests._training import new_accelerator
 from tests._training import train as run_steps
-from tests.api import beside_4bit, weights_4bit
+from tests.api import ShardedScaler, beside_4bit, weights_4bit
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 
@@ -160,6 +162,55 @@ def test_steps_of_qlora_with_added_tokens_equal_those_of_one_process(tmp_path, c
     cases = {"grown": partial(grown, compile)} | named(*FAULTS)
     for found in run_ranks(run_cases, 2, cases, folder, tmp_path):
         torch.testing.assert_close(found["grown"], alone, rtol=1e-5, atol=0)
+
+
+def in_fp16(folder: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, torch.optim.Optimizer, list[Any]]:
+    """A base that is computed in that dtype, SGD, which a gradient of another scale would throw away, and batches."""
+    torch.manual_seed(0)
+    four = four_bits(bnb_4bit_compute_dtype=dtype)
+    model = from_pretrained(folder, quantization_config=four, peft_config=lora(), **options).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}, "gradients that can be unscaled"
+    mine = [ids.chunk(dist.get_world_size())[dist.get_rank()] for ids in batches() * 3]
+    return model, torch.optim.SGD(trained, lr=0.2), [{"input_ids": ids, "labels": ids} for ids in mine]
+
+
+def scaled(folder: Path) -> list[float]:
+    """The losses with an Accelerator in fp16: on a GPU, or with the scaler that it has there."""
+    accelerator = new_accelerator(mixed_precision="fp16")
+    if accelerator.device.type == "cpu":
+        accelerator.scaler, accelerator.native_amp = ShardedScaler("cpu"), True
+    model, optimizer, rows = in_fp16(folder, torch.float16, accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = run_steps(model, optimizer, rows, accelerator=accelerator)
+    assert accelerator.scaler.get_scale() == 2.0**16, "no step was left out"
+    return losses
+
+
+def scaled_by_hand(dtype: torch.dtype, folder: Path) -> list[float]:
+    """The same in one process, under autocast for fp16."""
+    model, optimizer, rows = in_fp16(folder, dtype)
+    losses = []
+    for batch in rows:
+        with torch.autocast(model.device.type, torch.float16, enabled=dtype == torch.float16):
+            loss = model(**batch).loss
+        (loss * 2.0**16).backward()
+        for each in optimizer.param_groups[0]["params"]:
+            each.grad /= 2.0**16
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_steps_of_qlora_in_fp16_equal_those_of_one_process(tmp_path):
+    folder = small_llama(tmp_path / "llama")
+    by_hand = (partial(scaled_by_hand, dtype, folder) for dtype in (torch.float16, torch.float32))
+    ((losses, allowed),) = run_ranks(with_rounding, 1, *by_hand)
+    assert losses[0] - losses[-1] > 10 * max(allowed), "the run learns, so a wrong gradient would show"
+    for ranks in (1, 2):
+        for found in run_ranks(scaled, ranks, folder):
+            assert_near(found, losses, allowed)
 
 
 # ---- refusals and faults ----

@@ -318,25 +318,6 @@ def test_a_launch_warns_of_what_its_file_leaves_open(capsys, tmp_path, on_cpu, m
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_what_is_built_installs_and_starts(kind, tmp_path):
-    pytest.importorskip("hatchling", reason="building needs its backend")
-    code = f"import hatchling.build; print(hatchling.build.build_{kind}({str(tmp_path)!r}))"
-    built = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True)
-    file, target = tmp_path / built.stdout.split()[-1], tmp_path / "installed"
-    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--quiet", "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(file)], check=True)
-    environment = os.environ | {"PYTHONPATH": str(target)}
-    words = [sys.executable, "-P", "-m", "hf_fsdp_tools", "finetune", "--help"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert "--merge_adapters" in done.stdout and "fine-tune" in done.stdout.lower()
-    code = "import hf_fsdp_tools; print(hf_fsdp_tools.__file__)"
-    words = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert Path(done.stdout.strip()).is_relative_to(target)
-
-
 EIGHT = LaunchConfig(num_processes=8).to_accelerate_yaml()
 
 
@@ -520,14 +501,16 @@ def test_what_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tm
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_workflow_runs_what_ci_run_knows_and_nothing_else() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert steps == ["bash .ci/run ${{ matrix.what }}"]
+def test_the_workflows_run_what_ci_run_knows_and_nothing_else() -> None:
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    jobs = [job for workflow in workflows.values() for job in workflow["jobs"].values()]
+    steps = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    assert sorted(steps) == ["bash .ci/run ${{ matrix.what }}", "bash .ci/run release"]
     script = (ROOT / ".ci/run").read_text()
     known = {word for line in re.findall(r"^([\w| ]+)\)", script, re.MULTILINE) for word in line.split(" | ")}
-    chosen = re.findall(r'"(\w+)"', workflow["jobs"]["run"]["strategy"]["matrix"]["what"])
-    assert {"all", "nightly", "oldest", "newest"} <= set(chosen) <= known
+    chosen = re.findall(r'"(\w+)"', workflows["ci"]["jobs"]["run"]["strategy"]["matrix"]["what"])
+    assert {"all", "nightly", "oldest", "newest"} <= set(chosen) <= known and "release" in known
     ended = subprocess.run(["bash", ROOT / ".ci/run", "nothing"], capture_output=True, text=True)
     assert ended.returncode == 2 and ".ci/run nightly" in ended.stdout
-    assert "tests.machines today" in script.partition("nightly)")[2].partition(";;")[0]
+    at_night = script.partition("nightly)")[2].partition(";;")[0]
+    assert "tests.machines today" in at_night and ".ci/wheel" in at_night

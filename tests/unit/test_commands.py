@@ -56,6 +56,7 @@ def check(words: list[str], taken: Any) -> None:
         words = words[1:] or ["export"]
     match [words[0].rpartition("/")[2], *words[1:]]:
         case ["hf-fsdp", *given]:
+            given = given[given[:1] == ["report"] and len(given) > 1 :]  # which takes the words of a recipe
             given = ["1" if re.fullmatch("[NS]", word) else word for word in given]
             options, rest = _parser().parse_known_args(given)
             if hasattr(options, "rest"):

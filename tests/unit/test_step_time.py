@@ -244,16 +244,23 @@ def test_a_large_tensor_passes_each_link_once_and_between_machines_the_network_b
 
 NAMES = {name: name for name in GPUS} | {
     "NVIDIA H100 80GB HBM3": "h100-80gb", "H100 PCIe": "h100-80gb-pcie", "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "a100 40 GB": "a100-40gb", "v100": "v100-32gb", "A10G": "a10g-24gb", "rtx4090": "rtx-4090",
+    "a100 40 GB": "a100-40gb", "v100": "v100-32gb", "Tesla T4": "t4-16gb", "A10G": "a10g-24gb", "rtx4090": "rtx-4090",
     "AMD Instinct MI300X OAM": "mi300x", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
 }  # fmt: skip
 
 
 def test_a_gpu_is_found_by_any_usual_name_and_an_unknown_one_is_an_error_that_names_the_nearest_or_all() -> None:
     assert {name: gpu_named(name).name for name in NAMES} == NAMES
-    by_hand = TrainingSetup(gpu=replace(GPUS["v100-32gb"], name="half")).gpu
+    by_hand = TrainingSetup(gpu=replace(GPUS["a100-40gb"], name="half")).gpu
     assert gpu_named(by_hand) is by_hand and f"{by_hand}" == "half"
-    for name, named in (("h100-40gb", ["did you mean h100-"]), ("t4", GPUS), ("", GPUS)):
+    for name, named in (("h100-40gb", ["did you mean h100-"]), ("tpu", GPUS), ("", GPUS)):
         with pytest.raises(ConfigError, match=f"^GPU {name!r} is not in the table") as error:
             gpu_named(name)
         assert all(known in str(error.value) for known in named)
+
+
+def test_a_gpu_without_bf16_is_estimated_in_what_it_computes():
+    for name in ("t4-16gb", "v100-16gb"):
+        assert TrainingSetup(gpu=name, mixed_precision="fp16").mixed_precision == "fp16"
+        with pytest.raises(ConfigError, match=f"^{name} does not compute in bf16; give mixed_precision fp16, or no"):
+            TrainingSetup(gpu=name)
