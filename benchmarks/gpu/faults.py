@@ -31,7 +31,7 @@ from hf_fsdp_tools.distributed.cpu_backend import set_timeout
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.testing import run_ranks
 
-_COLLECTIVE_S = 30
+_COLLECTIVE_S = 15
 """Time limit of a collective, where torch's is 600 s."""
 ROADS = ("load", "step", "save", "save in the background")
 FAULTS = {"killed": 60, "out of memory": 75, "stopped": 120}
@@ -132,15 +132,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             ends = str(error)
         said = {rank: file.read_text() for rank in range(int(count)) if (file := folder / f"{rank}.said").exists()}
         heard = {rank: (folder / f"{rank}.stderr").read_text(errors="replace") for rank in range(int(count))}
-    lines = [line for text in heard.values() for line in text.splitlines() if re.search("atchdog|NCCL|imeout", line)]
-    hung = {rank: "hung: " + _where(ends, rank) for rank in range(int(count) - 1) if rank not in said}
-    return {"said": {**said, **hung}, "ends": ends[-3000:], "stderr": lines[:20]}
+    others = {rank: said.get(rank) or f"hung: {_where(ends, rank)}" for rank in range(int(count) - 1)}
+    lines = [line[:300] for text in heard.values() for line in text.splitlines() if re.search("atchdog|NCCL", line)]
+    return {"said": others, "ends": ends[-3000:], "stderr": lines[:20]}
 
 
 def _where(ends: str, rank: int) -> str:
     """The innermost lines of a rank's main thread, which was killed, or how it ended."""
     text = ends.partition(f"--- rank {rank} ")[2].partition("--- rank")[0]
-    frames = re.findall(r'File "[^"]*?([\w.]+)", line (\d+) in (\w+)', text.rpartition("Current thread")[2])
+    of_main = next((part for part in text.split("\n\n") if "in rank_of" in part), "")
+    frames = re.findall(r'File "[^"]*?([\w.]+)", line (\d+) in (\w+)', of_main)
     return " < ".join(f"{function} ({file}:{line})" for file, line, function in frames[:4]) or text[:100]
 
 
@@ -151,8 +152,7 @@ def foresee(name: str, *, tiny: bool) -> dict[str, Any]:
 def cells(row: dict[str, Any], foreseen: dict[str, Any]) -> list[str]:
     if "result" in row:
         return [row["result"], "", "; ".join(row["failures"])]
-    (_, first), *others = row["said"].items()
+    first, *others = row["said"].values()
     seconds, _, words = first.partition(" ")
-    alike = {text.partition(" ")[2] == words for _, text in others}
-    return [words[:200], seconds, "alike" if alike <= {True} else "; ".join(text[:80] for _, text in others),
-            "; ".join(row["stderr"])[:200]]  # fmt: skip
+    unlike = [text[:80] for text in others if text.partition(" ")[2] != words]
+    return [words[:200], seconds, "; ".join(unlike) or "alike" * bool(others), "; ".join(row["stderr"])[:200]]

@@ -36,6 +36,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="steps with this text in their names")
     parser.add_argument("--limit", type=int, default=570, help="seconds of all steps together")
+    parser.add_argument("--patience", type=int, default=1, help="by which the limits of steps are multiplied")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--forecast", type=Path, nargs="?", const=FORECAST, help="only estimate, into this file")
     parser.add_argument("--steps", nargs="*", help=argparse.SUPPRESS)  # the child
@@ -81,7 +82,8 @@ def run(options: argparse.Namespace, script: Any) -> None:
     end = time.monotonic() + options.limit
     names = [name for name in script.STEPS if options.only in name]
     words = [sys.executable, "-m", "benchmarks.gpu.run", options.script, "--device", options.device]
-    words += ["--records", str(options.records), "--folder", str(options.folder), *["--tiny"] * options.tiny, "--steps"]
+    words += ["--records", str(options.records), "--folder", str(options.folder), *["--tiny"] * options.tiny]
+    words += ["--patience", str(options.patience), "--steps"]
     while (left := [name for name in names if name not in done(options.records)]) and time.monotonic() < end:
         with options.records.with_suffix(".log").open("ab") as log:
             child = subprocess.Popen([*words, *left], start_new_session=True, stdout=log, stderr=log)
@@ -118,6 +120,7 @@ def table(script: Any, rows: dict[str, dict[str, Any]], foreseen: dict[str, Any]
 def main() -> None:
     options = parsed()
     script = import_module(f"benchmarks.gpu.{options.script}")
+    script.STEPS.update({name: limit_s * options.patience for name, limit_s in script.STEPS.items()})
     if options.forecast:
         foresee(options, script)
     elif options.steps is not None:
