@@ -128,7 +128,8 @@ def run_ranks(
             raise AssertionError("\n".join(filter(None, failures)))
         import torch
 
-        return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+        files = [Path(folder, f"{rank}.result") for rank in range(world_size)]
+        return [torch.load(file, "cpu", weights_only=False) for file in files]
 
 
 def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:

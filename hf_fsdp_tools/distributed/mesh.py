@@ -347,10 +347,8 @@ def sharing_problem(variables: Mapping[str, str] = os.environ) -> str:
     if found >= (2, 30) and variables.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
     lacks = f"NCCL is {'.'.join(map(str, found)) or 'absent'}" if found < (2, 30) else "the variable is not set"
-    return (
-        f"ranks share one only by NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, for tests, slowly; {lacks} "
-        "here. Launch at most one process for each GPU."
-    )
+    needed = "ranks share one only by NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, for tests, slowly"
+    return f"{needed}; {lacks} here. Launch at most one process for each GPU."
 
 
 def loopback_advice() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import run
+from benchmarks.gpu import ranks, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +58,13 @@ def test_a_call_runs_at_a_tiny_size_and_ends_with_a_table(script: str, tmp_path:
         assert row["plain"]["losses"][0] == pytest.approx(row["ours"]["losses"][0], rel=0.02), row
     if script == "faults":
         assert "RanksError: While reading the checkpoint" in row["said"]["0"] and "rank 1 has ended" in row["said"]["0"]
+
+
+def test_the_tests_on_gpus_are_there() -> None:
+    named = {f"tests/{given.split()[0]}" for given in ranks.TESTS.values()}
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *named]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and len(named) > 20, done.stdout[-2000:]
 
 
 CHILD = """
