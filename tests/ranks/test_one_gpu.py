@@ -5,6 +5,7 @@ All ranks train on the same rows, so the numbers do not depend on how many there
 """
 
 import copy
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -387,6 +388,7 @@ def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.arange(3, 67).view(1, 64).to(local_device())
     for _ in range(2):  # the first one makes what stays
+        gc.collect()  # the model before this one
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
