@@ -130,7 +130,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             options.folder = options.folder or Path(folder)
             run(options, script)
-        foreseen = json.loads(FORECAST.read_text()).get(options.script, {}) if FORECAST.exists() else {}
+        foreseen = {} if options.tiny else json.loads(FORECAST.read_text()).get(options.script, {})
         print("\n".join(table(script, done(options.records), foreseen)))
 
 
