@@ -80,11 +80,10 @@ def done(records: Path) -> dict[str, dict[str, Any]]:
 def run(options: argparse.Namespace, script: Any) -> None:
     """Do all steps in children, as long as there is time."""
     end = time.monotonic() + options.limit
-    names = [name for name in script.STEPS if options.only in name]
     words = [sys.executable, "-m", "benchmarks.gpu.run", options.script, "--device", options.device]
     words += ["--records", str(options.records), "--folder", str(options.folder), *["--tiny"] * options.tiny]
     words += ["--patience", str(options.patience), "--steps"]
-    while (left := [name for name in names if name not in done(options.records)]) and time.monotonic() < end:
+    while (left := [name for name in script.STEPS if name not in done(options.records)]) and time.monotonic() < end:
         with options.records.with_suffix(".log").open("ab") as log:
             child = subprocess.Popen([*words, *left], start_new_session=True, stdout=log, stderr=log)
         running, since = left, time.monotonic()
@@ -120,7 +119,7 @@ def table(script: Any, rows: dict[str, dict[str, Any]], foreseen: dict[str, Any]
 def main() -> None:
     options = parsed()
     script = import_module(f"benchmarks.gpu.{options.script}")
-    script.STEPS.update({name: limit_s * options.patience for name, limit_s in script.STEPS.items()})
+    script.STEPS = {name: s * options.patience for name, s in script.STEPS.items() if options.only in name}
     if options.forecast:
         foresee(options, script)
     elif options.steps is not None:

@@ -89,9 +89,7 @@ def test_a_step_in_which_the_child_dies_or_is_late_is_a_line_and_the_others_are_
 
     monkeypatch.setattr(subprocess, "Popen", child)
     monkeypatch.setattr(run, "_BEGIN_S", 1)
-    options = Namespace(
-        script="one", device="cpu", records=records, folder=tmp_path, only="", limit=60, tiny=True, patience=1
-    )
+    options = Namespace(script="one", device="cpu", records=records, folder=tmp_path, limit=60, tiny=True, patience=1)
     script = SimpleNamespace(STEPS=dict.fromkeys(("first", "dies", "hangs", "last"), 1), HEADS=("said",))
     for _ in range(2):  # the second time nothing is left to do
         run.run(options, script)
