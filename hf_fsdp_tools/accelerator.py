@@ -1,11 +1,14 @@
 """This machine's accelerator: CUDA, ROCm, XPU or NPU, all through `torch.accelerator`."""
 
+import ctypes
 import resource
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -41,6 +44,20 @@ def device_title(device: torch.device) -> str | None:
     """The device's own name, such as "NVIDIA H100 80GB HBM3"; None where torch does not say."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return None if name is None else str(name())
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that this process has loaded, also by LD_PRELOAD; empty where torch has none.
+
+    `torch.cuda.nccl.version()` is the version with which torch was compiled.
+    """
+    for name in (None, "libnccl.so.2"):  # what is preloaded comes first, as for torch
+        with suppress(OSError, AttributeError):
+            number = ctypes.c_int()
+            ctypes.CDLL(name).ncclGetVersion(ctypes.byref(number))
+            return number.value // 10000, number.value // 100 % 100, number.value % 100
+    compiled: Any = torch.cuda.nccl
+    return tuple(compiled.version()[:3]) if hasattr(torch._C, "_nccl_version") else ()
 
 
 def device_bytes(device: torch.device) -> int | None:

@@ -1,7 +1,7 @@
 """For whoever launches ranks in own tests: one function on several real ranks, which are processes over a file store,
 with no ports and no launcher.
 
-On the CPU (gloo) or, where a test asks for it, each rank on a GPU of its own (NCCL, with gloo next to it):
+On the CPU (gloo) or, where a test asks for it, on GPUs (NCCL, with gloo next to it), rank r on GPU r mod n of n:
 
     from hf_fsdp_tools.testing import run_ranks
 
@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 from hf_fsdp_tools.errors import ConfigError
 
-__all__ = ["hide_gpus", "num_gpus", "run_cases", "run_ranks"]
+__all__ = ["hide_gpus", "num_gpus", "refusal_of_gpus", "run_cases", "run_ranks"]
 
 LIMIT_S = 500.0
 """How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
@@ -74,8 +74,18 @@ def hide_gpus() -> None:
 
 
 def num_gpus() -> int:
-    """How many ranks with `device="cuda"` there can be."""
+    """How many GPUs this machine has for ranks with `device="cuda"`."""
     return _gpus()[0]
+
+
+def refusal_of_gpus(ranks: int) -> str:
+    """Why there cannot be so many ranks with `device="cuda"`; "" where there can: as many as GPUs, or any number where
+    NCCL lets ranks share a GPU (2.30 or newer, NCCL_MULTI_RANK_GPU_ENABLE=1), for which they take few of its blocks."""
+    from hf_fsdp_tools.distributed.mesh import sharing_problem
+
+    if ranks <= (count := num_gpus()) or (count and not sharing_problem()):
+        return ""
+    return f"{ranks} rank(s) need GPUs; this machine shows {count}" + (f": {sharing_problem()}" if count else "")
 
 
 def run_ranks(
@@ -95,10 +105,10 @@ def run_ranks(
 
     Raises:
         AssertionError: A rank failed, died or took longer than `timeout_s`; it holds the traceback of every such rank.
-        ConfigError: There are fewer GPUs than ranks with `device="cuda"`.
+        ConfigError: There are fewer GPUs than ranks with `device="cuda"`, and they cannot share one.
     """
-    if device == "cuda" and world_size > num_gpus():
-        raise ConfigError(f"{world_size} ranks need a GPU each; this machine shows {num_gpus()}")
+    if device == "cuda" and (refusal := refusal_of_gpus(world_size)):
+        raise ConfigError(refusal)
     visible = _gpus()[1] if device == "cuda" else ""
     # The rank unpickles it itself, once it sees its GPUs: importing the test's module may import bitsandbytes, which
     # looks for GPUs, and PyTorch counts them once.
@@ -118,7 +128,8 @@ def run_ranks(
             raise AssertionError("\n".join(filter(None, failures)))
         import torch
 
-        return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+        files = [Path(folder, f"{rank}.result") for rank in range(world_size)]
+        return [torch.load(file, "cpu", weights_only=False) for file in files]
 
 
 def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
@@ -222,7 +233,9 @@ def _rank_main(call: bytes, folder: str, rank: int, world_size: int, timeout_s: 
             store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]  # not in torch's list
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
             if visible != "":
-                torch.cuda.set_device(rank)
+                if world_size > (count := torch.cuda.device_count()):
+                    os.environ |= {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+                torch.cuda.set_device(rank % count)
             fn, args = pickle.loads(call)
             gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through imports: 0.2 s each time
             backend = "cpu:gloo,cuda:nccl" if visible != "" else "gloo"

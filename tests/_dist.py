@@ -9,13 +9,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import pytest
+
 from hf_fsdp_tools import testing
-from hf_fsdp_tools.testing import LIMIT_S, num_gpus, run_cases, run_ranks
+from hf_fsdp_tools.testing import LIMIT_S, num_gpus, refusal_of_gpus, run_cases
 
 __all__ = [
-    "LIMIT_S", "fake_ranks", "free_port", "hide_gpus", "imitate_gpus", "named", "num_gpus", "run_alone", "run_cases",
-    "run_ranks",
+    "LIMIT_S", "fake_ranks", "free_port", "hide_gpus", "imitate_gpus", "named", "needs_gpus", "num_gpus", "run_alone",
+    "run_cases", "run_ranks",
 ]  # fmt: skip
+
+run_ranks = partial(testing.run_ranks, device=os.environ.get("RANKS_ON", "cpu"))
+"""On CPUs, where a test asks for nothing else; all of a selection on GPUs: `RANKS_ON=cuda pytest tests/behaviour`."""
 
 # The fork server imports these once; the Trainer alone, which imports pandas and datasets, takes 0.6 s. Where GPUs are,
 # the second list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds
@@ -39,6 +44,12 @@ def start_ranks_warm(is_warm: bool) -> None:
     """Whether ranks are forked from a server that has trained already (`tests._warm`); before any is forked."""
     others = [] if num_gpus() else [*_PRELOAD_WITHOUT_GPUS, *(["tests._warm"] if is_warm else [])]
     multiprocessing.set_forkserver_preload(_PRELOAD + others)
+
+
+def needs_gpus(ranks: int) -> list[pytest.MarkDecorator]:
+    """The marks of a test of so many ranks on GPUs, which may share one."""
+    refusal = refusal_of_gpus(ranks)
+    return [pytest.mark.gpu, pytest.mark.skipif(bool(refusal), reason=refusal)]
 
 
 def free_port(address: str) -> int:

@@ -32,8 +32,9 @@ def make_rows(count: int, *, ragged: bool = False) -> list[dict[str, torch.Tenso
     return [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
 
 
-def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: value.to(local_device()) for key, value in batch.items()}
+def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with its tensors on this rank's device."""
+    return {key: each.to(local_device()) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
 
 
 def batches_of(rows: list[dict[str, torch.Tensor]], size: int) -> list[dict[str, torch.Tensor]]:

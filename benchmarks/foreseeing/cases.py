@@ -153,14 +153,10 @@ class Case:
     """Devices that can run it."""
 
     def sized(self, size: str, num_processes: int) -> TrainingSetup:
-        """The setup with the batch of a size."""
+        """The setup with the batch of a size, unless it has its own."""
         dims = SIZES[size]
-        return TrainingSetup(
-            **self.settings,
-            num_processes=num_processes,
-            per_device_train_batch_size=dims.batch_size,
-            max_length=dims.max_length,
-        )
+        batch = {"per_device_train_batch_size": dims.batch_size, "max_length": dims.max_length}
+        return TrainingSetup(**batch | self.settings, num_processes=num_processes)
 
 
 CASES = (

@@ -69,7 +69,11 @@ def counted_on_cuda(name: str, size: str, num_processes: int) -> dict[str, Any]:
     torch.cuda.set_device(0)
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=num_processes, store=FakeStore())
-    training = Training(case_named(name), size, num_processes=num_processes, device=torch.device("cuda", 0))
+    return counted(Training(case_named(name), size, num_processes=num_processes, device=torch.device("cuda", 0)))
+
+
+def counted(training: Training) -> dict[str, Any]:
+    """What the caching allocator counts for the last of a few steps, in bytes."""
     for step in range(_STEPS):
         gc.collect()
         torch.cuda.synchronize()

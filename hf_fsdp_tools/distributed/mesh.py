@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.accelerator import find_accelerator, nccl_version
 from hf_fsdp_tools.axes import AXES, OfAxes, size_names
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, store_of_its_own
 from hf_fsdp_tools.errors import MeshError, warn
 
 
@@ -315,7 +315,7 @@ def ensure_process_group(
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     if dist.get_backend() != "fake":
-        _set_device(device_type)
+        check_sharing(_set_device(device_type))
         add_cpu_backend()
 
 
@@ -325,6 +325,30 @@ def _set_device(device_type: str) -> torch.device:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def check_sharing(device: torch.device) -> None:
+    """Refuse ranks of one GPU, on all of them, where NCCL would, which goes by the UUID too. Every rank must call."""
+    ranks = rank_on_node()[1]
+    if device.type != "cuda" or torch.accelerator.device_count() >= ranks or not (problem := sharing_problem()):
+        return
+    store = store_of_its_own(dist.distributed_c10d._get_default_store(), f"GPUs of {socket.gethostname()}", ranks)
+    store.add(own := f"{torch.cuda.get_device_properties(device).uuid}", 1)
+    if store.add("here", 1) == ranks:
+        store.set("all", "")
+    store.wait(["all"])
+    if (count := store.add(own, 0)) > 1:
+        raise MeshError(f"{count} processes of this machine use the same GPU: {problem}")
+
+
+def sharing_problem(variables: Mapping[str, str] = os.environ) -> str:
+    """Why ranks cannot share a GPU, and what to do; "" where they can (source: NCCL's `src/init.cc`)."""
+    found = nccl_version()
+    if found >= (2, 30) and variables.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    lacks = f"NCCL is {'.'.join(map(str, found)) or 'absent'}" if found < (2, 30) else "the variable is not set"
+    needed = "ranks share one only by NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, for tests, slowly"
+    return f"{needed}; {lacks} here. Launch at most one process for each GPU."
 
 
 def loopback_advice() -> str:
@@ -379,10 +403,10 @@ def device_index(variables: Mapping[str, str], *, count: int, kind: str, current
     if count == 1:
         return 0
     if rank is not None and rank >= count:
-        raise MeshError(
-            f"LOCAL_RANK is {rank}, but this machine has {count} {kind} device(s): every process needs its own. Launch "
-            f"at most {count} process(es) on this machine."
-        )
+        cure = sharing_problem(variables) if kind == "cuda" else f"launch at most {count} process(es) on this machine."
+        if not cure:
+            return rank % count
+        raise MeshError(f"LOCAL_RANK is {rank}, but this machine has {count} {kind} device(s): {cure}")
     if current or (rank is None and world_size(variables) == 1):
         return current
     if rank is None:

@@ -44,8 +44,8 @@ from tests._checkpoints import (
     stored_tensors,
     tiny_config,
 )
-from tests._training import new_accelerator
-from tests.api import Held, steps_in_backward, telling
+from tests._training import new_accelerator, on_device
+from tests.api import Held, local_device, steps_in_backward, telling
 
 Tensors = dict[str, torch.Tensor]
 Act = tuple[str, ...]
@@ -198,7 +198,8 @@ class Side:
         for module in model.modules():  # a pass on some CPUs would leave rearranged weights behind
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
-        return by_torchao(model.train()) if self.layout.is_float8 else model.train()
+        model = model.to(local_device()).train()
+        return by_torchao(model) if self.layout.is_float8 else model
 
     def plain_model(self) -> Any:
         model = self.plain_base()
@@ -207,7 +208,7 @@ class Side:
         return model.train()
 
     def add_second(self, model: Any) -> None:
-        model.load_adapter(str(self.files / "second"), "second", is_trainable=True, torch_device="cpu")
+        model.load_adapter(str(self.files / "second"), "second", is_trainable=True, torch_device=local_device().type)
 
     def new_folder(self) -> Path:
         self.count += 1
@@ -247,10 +248,10 @@ class Plain(Side):
     clip_grad_norm_ = staticmethod(nn.utils.clip_grad_norm_)
 
     def ids(self, number: int) -> torch.Tensor:
-        return words(number)
+        return words(number).to(local_device())
 
     def batch(self, number: int) -> dict[str, Any]:
-        return batch_of(self.layout.model_type, number)
+        return on_device(batch_of(self.layout.model_type, number))
 
     def load(self, accelerator: Any = None) -> Any:
         return self.plain_model()
@@ -320,14 +321,15 @@ class Sharded(Side):
     clip_grad_norm_ = staticmethod(hf_fsdp_tools.clip_grad_norm_)
 
     def ids(self, number: int) -> torch.Tensor:
-        return self.own_rows(words(number))
+        return self.own_rows(words(number).to(local_device()))
 
     def own_rows(self, value: Any) -> Any:
         alike = ParallelDims(**self.layout.dims).ranks_per_row
         return part_of_rows(value, dist.get_world_size() // alike, dist.get_rank() // alike)
 
     def batch(self, number: int) -> dict[str, Any]:
-        return {name: self.own_rows(value) for name, value in batch_of(self.layout.model_type, number).items()}
+        batch = on_device(batch_of(self.layout.model_type, number))
+        return {name: self.own_rows(value) for name, value in batch.items()}
 
     def load_base(self) -> Any:
         return self.load(has_adapter=False)
@@ -346,7 +348,9 @@ class Sharded(Side):
 
     def load(self, accelerator: Any = None, has_adapter: bool = True) -> Any:
         options, dims = dict(self.layout.options), ParallelDims(**self.layout.dims).resolve(dist.get_world_size())
-        options |= {"mesh": dims.build_mesh("cpu")} if accelerator is None else {"accelerator": accelerator}
+        options |= (
+            {"mesh": dims.build_mesh(local_device().type)} if accelerator is None else {"accelerator": accelerator}
+        )
         has_adapter = has_adapter and self.layout.is_adapter
         files = self.files / ("default" if has_adapter else "stored" if self.layout.stored else "base")
         options |= {"is_trainable": True} if has_adapter else {}
@@ -443,10 +447,10 @@ def listed(side: Side, act: Act) -> dict[tuple[str, str], torch.Tensor]:
 def this_rank_of(have: torch.Tensor, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank has of a tensor, and the same part of the plain one: nothing is gathered."""
     if not isinstance(have, DTensor):
-        return have.cpu(), want
+        return have.double().cpu(), want.double().cpu()  # tensors of torchao move in no other dtype
     if any(placement.is_partial() for placement in have.placements):
-        return full(have), want
-    return Held.of(have).memory.cpu(), Held.of(have).part_of(want)
+        return full(have).double(), want.double().cpu()
+    return Held.of(have).memory.double().cpu(), Held.of(have).part_of(want.double().cpu())
 
 
 def of_all_rows(side: Sharded, value: torch.Tensor) -> torch.Tensor:
@@ -477,7 +481,7 @@ def difference(plain: Side, sharded: Side, act: Act, steps: int) -> str:
         else:
             allowed = bound(what, want, largest, steps, plain.layout)
             mine, theirs = this_rank_of(have, want)
-            far = (mine.double() - theirs.double()).abs() if mine.numel() else torch.zeros(1)
+            far = (mine - theirs).abs() if mine.numel() else torch.zeros(1)
             worst, limit = (far.mean(), allowed[1]) if plain.layout.noise else (far.max(), allowed[0])
             if not bool(worst <= limit) or not bool(far.max() <= allowed[0]):
                 problems.append(f"{what} of {name}: {float(far.max()):.1e} apart, where {allowed[0]:.1e} is allowed")
@@ -511,7 +515,7 @@ def attempt(side: Side, act: Act) -> BaseException | None:
     in_bf16 = (
         side.layout.is_bf16 and isinstance(side, Plain) and any("ids(" in line or "batch(" in line for line in act)
     )
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if in_bf16 else nullcontext():
+    with torch.autocast(local_device().type, torch.bfloat16, cache_enabled=False) if in_bf16 else nullcontext():
         try:
             exec("\n".join(act), side.env)
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
@@ -568,6 +572,7 @@ def play(
     disable_progress_bar()
     set_verbosity_error()
     torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of fp32, as all else of it
     own = folder / f"plain {dist.get_rank()}"
     plain, sharded, told, steps = Plain(layout, files, own), Sharded(layout, files, folder), [], 0
     plain.other, sharded.other = sharded, plain

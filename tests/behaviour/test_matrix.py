@@ -16,8 +16,8 @@ from tests.behaviour.behaviours import BEHAVIOURS
 from tests.behaviour.cells import ABSENT, LEVELS, PAGE, REFUSED, Cell, covering, layout_of, page_of, refusals, words_of
 from tests.behaviour.sides import make_files, play
 
-AT_ONCE = 40
-"""Cells of one test of the nightly tier."""
+AT_ONCE = 20
+"""Cells of one test, at most: those of pairs end within 100 s on a GPU, where each collective takes long."""
 
 
 def is_as_said(cell: Cell, parent: Path) -> None:
@@ -43,9 +43,20 @@ def ranks_of(cell: Cell) -> int:
     return layout_of(cell).ranks
 
 
-@pytest.mark.parametrize("ranks", sorted({ranks_of(cell) for cell in covering(2)}))
-def test_pairs(ranks: int, tmp_path: Path) -> None:
-    walk([cell for cell in (*covering(2), *refusals()) if ranks_of(cell) == ranks], tmp_path)
+PAIRS = {ranks: [*some] for ranks, some in groupby(sorted((*covering(2), *refusals()), key=ranks_of), ranks_of)}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for files that several cells open."""
+    return tmp_path_factory.mktemp("cells")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start"), [(ranks, start) for ranks in PAIRS for start in range(0, len(PAIRS[ranks]), AT_ONCE)]
+)
+def test_pairs(ranks: int, start: int, shared: Path) -> None:
+    walk(PAIRS[ranks][start : start + AT_ONCE], shared)
 
 
 TRIPLES = [cell for cell in covering(3) if cell not in covering(2)]

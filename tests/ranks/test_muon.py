@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, Muon, ParallelDims, WrapPolicy, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, Muon, ParallelDims, WrapPolicy, from_pretrained
 from tests._checkpoints import randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
@@ -27,7 +27,7 @@ from tests._training import (
     make_rows,
     new_accelerator,
 )
-from tests.api import Held, check_kind, matrices_in
+from tests.api import Held, check_kind, local_device, matrices_in
 
 STEPS = 2
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -46,16 +46,20 @@ def set_gradients(model: nn.Module, number: int) -> None:
     """Give each parameter a gradient that its name and the number of the step decide."""
     for name, p in model.named_parameters():
         seed = number * 977 + sum(map(ord, name))
-        whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+        whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.device, p.dtype)
         p.grad = Held.of(p).cut(whole) if isinstance(p, DTensor) else whole
 
 
 @cache
 def by_torch(folder: Path, dtype: Any = None, **options: Any) -> dict[str, torch.Tensor]:
-    """A plain model after steps of torch's own Muon and AdamW: each matrix a parameter of its own."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    if dtype is not None:
-        model.to(dtype)
+    """A plain model, on the device of the ranks, after steps of torch's own optimizers."""
+    (found,) = run_ranks(stepped_by_torch, 1, folder, dtype, options)
+    return found
+
+
+def stepped_by_torch(folder: Path, dtype: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Muon and AdamW, each matrix a parameter of its own."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).to(local_device(), dtype)
     own = Muon(model, **{**OPTIONS, **options})
     shared = {"lr", "weight_decay", "nesterov", "adjust_lr_fn"}
     settings = {key: value for key, value in own.param_groups[0].items() if key in shared}
@@ -154,7 +158,7 @@ def in_a_trainer(folders: dict[str, Path], root: Path) -> None:
         options.optim = "muon"
         return ShardedTrainer(model, options, train_dataset=make_rows(12))
 
-    made = trainer(from_pretrained(folders["tied"], accelerator=make_accelerator(cpu=True)), root / "run")
+    made = trainer(from_pretrained(folders["tied"], accelerator=new_accelerator()), root / "run")
     made.train()
     going_on = trainer(AutoModelForCausalLM.from_pretrained(folders["tied"]), root / "on")
     going_on.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
@@ -166,7 +170,7 @@ def in_a_trainer(folders: dict[str, Path], root: Path) -> None:
 
 def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
     """The state of a middle, as another number of ranks reads it."""
-    accelerator = make_accelerator(cpu=True)
+    accelerator = new_accelerator()
     model = from_pretrained(folders["mixtral"], accelerator=accelerator)
     model, optimizer = accelerator.prepare(model, Muon(model, **OPTIONS))
     accelerator.load_state(str(root / "state"))
@@ -236,6 +240,7 @@ def steps_of(model: Any, optimizer: Any) -> None:
 def others_step_shards_and_keep_their_state(folders: dict[str, Path], root: Path) -> None:
     """Weights after some steps of another library's optimizer, whose state is saved and read again."""
     accelerator, states, plain = new_accelerator(), [], AutoModelForCausalLM.from_pretrained(folders["tied"])
+    plain.to(local_device())
     steps_of(plain, WithModes(plain.parameters(), lr=1e-2))
     for is_first in (True, False):
         model = from_pretrained(folders["tied"], accelerator=accelerator)

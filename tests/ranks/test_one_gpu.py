@@ -1,11 +1,12 @@
 """What only a GPU can break: pinned copies on side streams, NCCL beside gloo, loss scaling, compilation.
 
-Some cases run on the CPU, and all on a GPU where there is one: one rank is enough. With two GPUs they run sharded.
+Some cases run on the CPU, and all on a GPU where there is one, sharded where GPUs, or NCCL that shares one, let them.
 All ranks train on the same rows, so the numbers do not depend on how many there are.
 """
 
 import copy
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.steps import load_weights, make_wrap_plan, shard_model
 from tests._checkpoints import assert_same_model, bits, full, make_quantized
-from tests._dist import num_gpus, run_cases, run_ranks
+from tests._dist import needs_gpus, run_cases, run_ranks
 from tests._rounding import assert_within
 from tests._training import ShardedTrainer, apart, arguments, by_hand, full_parameters, logged, new_accelerator, train
 from tests._transfers import read_transfers
@@ -52,10 +53,6 @@ from tests.api import (
 
 STEPS = 3
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
-
-
-def _needs(gpus: int) -> Any:
-    return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
 
 
 def _is_gpu() -> bool:
@@ -339,36 +336,43 @@ def _cut_on_the_host(folder: Path, out: Path) -> None:
 FEW = ("staging buffers", "fp16, offload True, fused False", "_whole_and_offloaded", "_offloaded")
 """Cases of each commit on the CPU, where other tests of ranks show what the others do."""
 
+PARTS = ("loading", "precision", "compiled", "trainer", "offload")
+"""Of the cases: each ends within 100 s on a GPU."""
 
-def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
+
+def _all_cases(folder: Path, out: Path, parts: Sequence[str], names: Sequence[str] = ()) -> dict[str, Any]:
     precisions = [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)]
-    cases: dict[str, Any] = {
-        "load, train, save": partial(_loading, folder, out / "loading"),
-        **({"4-bit weights": partial(_packed, folder)} if find_spec("bitsandbytes") else {}),
-        "staging buffers": partial(_staged, out),
-        **{
+    own = (_offloaded, _whole_and_offloaded, _cut_on_the_host)
+    cases: dict[str, dict[str, Any]] = {
+        "loading": {
+            "load, train, save": partial(_loading, folder, out / "loading"),
+            **({"4-bit weights": partial(_packed, folder)} if find_spec("bitsandbytes") else {}),
+            "staging buffers": partial(_staged, out),
+        },
+        "precision": {
             f"{kind}, offload {offload}, fused {fused}": partial(_mixed, folder, kind, offload, fused)
             for kind, offload in precisions
             for fused in (False, True)
         },
-        "compiled blocks": partial(_compiled, folder),
-        **{f"trainer, resumed {resumed}": partial(_train, folder, out / "run", resumed) for resumed in (False, True)},
+        "compiled": {"compiled blocks": partial(_compiled, folder)},
+        "trainer": {f"resumed {resumed}": partial(_train, folder, out / "run", resumed) for resumed in (False, True)},
+        "offload": {case.__name__: partial(case, folder, out) for case in own},
     }
     if _is_gpu() and dist.get_world_size() == 1:
-        cases |= {"memory": partial(_held, folder), "CUDA graphs": partial(_compiled_without_graphs, folder)}
-    own = (_offloaded, _whole_and_offloaded, _cut_on_the_host)
-    cases |= {case.__name__: partial(case, folder, out) for case in own}
-    return run_cases({name: case for name, case in cases.items() if not few or name in FEW})
+        cases["loading"]["memory"] = partial(_held, folder)
+        cases["compiled"]["CUDA graphs"] = partial(_compiled_without_graphs, folder)
+    every = {name: case for part in parts for name, case in cases[part].items()}
+    return run_cases({name: every[name] for name in names or every})
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [pytest.param(count, marks=_needs(count)) for count in (1, 2)])
-def test_all_that_a_device_can_break(ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, False, device="cuda", timeout_s=500)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=needs_gpus(count)) for count in (1, 2, 4)])
+def test_all_that_a_device_can_break(ranks: int, part: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, [part], device="cuda")
 
 
 def test_what_a_device_can_break_on_the_cpu(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(_all_cases, 1, folders["llama"], tmp_path, True)
+    run_ranks(_all_cases, 1, folders["llama"], tmp_path, PARTS, FEW, device="cpu")
 
 
 def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:
@@ -384,6 +388,7 @@ def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.arange(3, 67).view(1, 64).to(local_device())
     for _ in range(2):  # the first one makes what stays
+        gc.collect()  # the model before this one
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -400,7 +405,8 @@ def _depths(folder: Path) -> None:
         assert many - few < 2 * 768 * 256, f"{kind}: four layers more take less than one of their dequantised weights"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA device")
-def test_a_step_on_a_base_that_stays_quantised_takes_no_memory_that_grows_with_depth(tmp_path: Path) -> None:
-    run_ranks(_depths, min(2, num_gpus()), tmp_path, device="cuda")
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=needs_gpus(count)) for count in (1, 2)])
+def test_a_step_on_a_base_that_stays_quantised_takes_no_memory_that_grows_with_depth(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(_depths, ranks, tmp_path, device="cuda")

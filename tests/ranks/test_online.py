@@ -447,10 +447,11 @@ AS_TRL = ("adapter", "distilled")
 """TRL (1.16) sends stacked experts under names of its own, and fails where they have adapters."""
 
 
-def test_async_trainers_send_what_is_saved_and_train_as_trl_alone(folders, tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_async_trainers_send_what_is_saved_and_train_as_trl_alone(ranks, folders, tmp_path):
     cases = {name: partial(trained, name) for name in WAYS}
-    ours = run_ranks(run_cases, 2, cases, folders, tmp_path / "ours", True)
-    theirs = run_ranks(run_cases, 2, {name: cases[name] for name in AS_TRL}, folders, tmp_path / "theirs", False)
+    ours = run_ranks(run_cases, ranks, cases, folders, tmp_path / "ours", True)
+    theirs = run_ranks(run_cases, ranks, {name: cases[name] for name in AS_TRL}, folders, tmp_path / "theirs", False)
     for name, losses in theirs[0].items():
         assert len(set(losses)) == STEPS and ours[0][name] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,9 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend
-from tests._dist import num_gpus, run_cases, run_ranks
+from hf_fsdp_tools.distributed.mesh import check_sharing
+from hf_fsdp_tools.errors import MeshError
+from tests._dist import needs_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
 from tests.api import gather_to_first, local_device, timeout_of, wait_for_all_ranks
 
@@ -81,7 +84,7 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     dist.destroy_process_group()
     backend = "cuda:gloo" if on_cpu else "nccl"  # the first: gloo for a kind of device that is not there
     store = dist.FileStore(str(out / "other store"), size)
-    bound = torch.device("cuda", rank) if backend == "nccl" else None  # to a GPU, as torch advises
+    bound = local_device() if backend == "nccl" else None  # to a GPU, as torch advises
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=SECONDS, device_id=bound)
     name = dist.group.WORLD.group_name
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
@@ -129,17 +132,11 @@ def _waiting(accelerator: Any, rank: int, done: Path) -> None:
             raise ConfigError("no room")
 
 
-def _needs(gpus: int) -> list[Any]:
-    reason = f"needs {gpus} CUDA device(s); there are {num_gpus()}"
-    return [pytest.mark.gpu, pytest.mark.skipif(num_gpus() < gpus, reason=reason)]
-
-
 @pytest.mark.parametrize(
     ("device", "ranks"),
     [
         pytest.param("cpu", 2, id="cpu"),
-        pytest.param("cuda", 1, id="one GPU", marks=_needs(1)),
-        pytest.param("cuda", 2, id="two GPUs", marks=_needs(2)),
+        *(pytest.param("cuda", count, id=f"{count} on GPUs", marks=needs_gpus(count)) for count in (1, 2, 4)),
     ],
 )
 def test_a_group_without_a_backend_for_cpus_is_given_one(
@@ -148,6 +145,25 @@ def test_a_group_without_a_backend_for_cpus_is_given_one(
     of_ranks = run_ranks(_given_a_backend, ranks, folders["llama"], tmp_path, device=device)
     assert of_ranks == of_ranks[:1] * ranks and of_ranks[0][-1] < of_ranks[0][0]
     assert (tmp_path / "saved" / "config.json").is_file()
+
+
+def _on_gpus(uuids: list[str]) -> None:
+    """Each rank sees one GPU, with one of these UUIDs."""
+    found = SimpleNamespace(uuid=uuids[dist.get_rank()])
+    seen = patch.object(torch.cuda, "get_device_properties", return_value=found)
+    not_set = patch.dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE="")
+    with seen, not_set, patch.object(torch.accelerator, "device_count", return_value=1):
+        check_sharing(torch.device("cuda", 0))
+
+
+def _on_the_same_gpu() -> None:
+    with pytest.raises(MeshError, match="2 processes of this machine use the same GPU: ranks share one only by NCCL"):
+        _on_gpus(["a", "a"])
+    _on_gpus(["a", "b"])
+
+
+def test_ranks_that_share_a_gpu_are_refused_on_all_of_them() -> None:
+    run_ranks(_on_the_same_gpu, 2, device="cpu")
 
 
 # ---- what rank 0 does alone ----

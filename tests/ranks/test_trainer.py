@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from hf_fsdp_tools import ConfigError, ParallelDims, WrapPolicy, from_pretrained, make_accelerator
 from tests._checkpoints import full
-from tests._dist import named, num_gpus, run_cases, run_ranks
+from tests._dist import named, needs_gpus, run_cases, run_ranks
 from tests._noted import calls_of
 from tests._training import (
     ShardedTrainer,
@@ -244,7 +244,6 @@ def test_a_crowded_memory_a_forgotten_mixin_and_fsdp1_on_cpus(folders: dict[str,
 
 THREE_WHOLE = WrapPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 CLIP = 0.5
-NEEDS_TWO_GPUS = pytest.mark.skipif(num_gpus() < 2, reason=f"needs 2 CUDA devices; there are {num_gpus()}")
 
 
 def mixed(folder: Path, **options: Any) -> Any:
@@ -365,7 +364,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_TWO_GPUS])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(2))])
 def test_whole_parameters_train_beside_shards_in_a_loop_that_uses_nothing_but_torch(
     folders: dict[str, Path], device: Any
 ) -> None:

@@ -1,7 +1,10 @@
 """How the process group starts: whom a launcher has started without RANK does not train alone, each process finds its
 device and its network, timeouts are kept."""
 
+import ctypes
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -118,6 +121,35 @@ def test_the_device_of_a_process(variables, count, current, index):
 def test_a_process_without_a_device_of_its_own_is_refused(variables, said):
     with pytest.raises(MeshError, match=said):
         device_index(variables, count=2, kind="cuda")
+
+
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "said"),
+    [
+        ((2, 31, 2), SHARED, ""),
+        ((2, 31, 2), {}, "NCCL_MULTI_RANK_GPU_ENABLE=1.*; the variable is not set here"),
+        ((2, 28, 9), SHARED, "NCCL 2.30 or newer.*; NCCL is 2.28.9 here"),
+        ((), SHARED, "NCCL is absent"),
+    ],
+)
+def test_ranks_share_a_gpu_where_nccl_lets_them(monkeypatch, version, variables, said):
+    """As the loaded library says its version, also one that is preloaded for a torch compiled with another."""
+
+    def loaded(name):
+        if not version or name is not None:
+            raise OSError(name)
+        number = version[0] * 10000 + version[1] * 100 + version[2]
+        return SimpleNamespace(ncclGetVersion=lambda to: setattr(to._obj, "value", number))
+
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    variables = {**FLAT, **variables, "LOCAL_RANK": "3"}
+    with pytest.raises(MeshError, match=f"this machine has 2 cuda.*{said}") if said else nullcontext():
+        assert device_index(variables, count=2, kind="cuda") == 1
+    with pytest.raises(MeshError, match="launch at most 2 process"):
+        device_index(variables, count=2, kind="xpu")
 
 
 @pytest.fixture
