@@ -127,7 +127,7 @@ def told(path: Path) -> dict[str, Any]:
     text = re.sub(r"\n# {10,}", " ", path.read_text())
     words = re.search(r"^# assumed +(.*)$", text, re.MULTILINE).group(1)
     rows = re.search(
-        r"^# batch +(\d+) = \d+ (?:GPUs?|groups? of \d+ GPUs) x (\d+) x (\d+) accumulation steps, ([\d,]+) tokens$",
+        r"^# batch +(\d+) = \d+ [^x]+ x (\d+) x (\d+) accumulation steps, ([\d,]+) tokens(?:: .*)?$",
         text,
         re.MULTILINE,
     )
