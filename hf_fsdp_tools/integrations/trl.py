@@ -123,7 +123,7 @@ def pack_full(
 ) -> Any:
     """Packed rows as TRL's, of as many documents at once as fill several.
 
-    TRL packs a thousand documents at once, as `datasets` maps them (5.0). Of texts with 700 tokens, these fill two
+    TRL packs a thousand documents at once, as `datasets` maps them (5.0). With 700 tokens each, these fill two
     thirds of one row of 1,048,576. A process holds the tokens of those documents once.
     """
     lengths = [len(row["input_ids"]) for row in rows.take(min(_LOOKED_AT, getattr(rows, "num_rows", _LOOKED_AT)))]
