@@ -66,7 +66,8 @@ def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> 
 
 
 def machine_of(config: LaunchConfig, **known: Any) -> dict[str, Any]:
-    names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "activation_checkpointing")
+    names: tuple[str, ...] = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "sequence_parallel")
+    names += ("reshard_after_forward", "activation_checkpointing")
     names += tuple(f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
     values = {name: getattr(config, name) for name in (*names, "offload_params")}
     nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_processes": config.num_processes}
