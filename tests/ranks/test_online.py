@@ -339,11 +339,11 @@ class Lessons(Rollouts):
 
 
 def by_segments(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, **options: Any) -> Any:
-    """Stands for FlashAttention 3 on CPUs: each segment sees the keys of its path, whose end it is."""
+    """Stands for FlashAttention 3: each segment sees the keys of its path, whose end it is."""
     found = []
     for i in range(len(starts) - 1):
         q, (k, v) = query[starts[i] : starts[i + 1]], (t[key_starts[i] : key_starts[i + 1]] for t in (key, value))
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         scale, shared = options["softmax_scale"], {"enable_gqa": True}
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **shared)
