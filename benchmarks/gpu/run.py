@@ -118,7 +118,7 @@ def table(script: Any, rows: dict[str, dict[str, Any]], foreseen: dict[str, Any]
 
 def main() -> None:
     options = parsed()
-    script = import_module(f"benchmarks.gpu.{options.script}")
+    script: Any = import_module(f"benchmarks.gpu.{options.script}")
     script.STEPS = {name: s * options.patience for name, s in script.STEPS.items() if options.only in name}
     if options.forecast:
         foresee(options, script)
