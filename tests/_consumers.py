@@ -268,7 +268,7 @@ class AsyncVLLMServer(Served):
 
         def producer(iterator: Iterator[Any], group: Any, src: int, post_iter_func: Any) -> None:
             for item in iterator:
-                tensor = post_iter_func(item).contiguous().reshape(-1)
+                tensor = post_iter_func(item).contiguous().reshape(-1).cpu()
                 group.group.connection.send_bytes(tensor.view(torch.uint8).numpy().tobytes())
 
         return {

@@ -1,7 +1,7 @@
 """A rank that is killed, stopped or out of memory, over this device's collectives: who says what, and after how long.
 
 The last rank has the fault, in the middle of a call. What each other rank raises, or where it hangs, is kept, with what
-NCCL's watchdog wrote to its stderr. AsyncGRPO of TRL alone waits forever on shards: whether ours does is tried too.
+NCCL's watchdog wrote to its stderr. Whether TRL's asynchronous trainers wait forever is tried too.
 """
 
 import argparse
@@ -36,14 +36,20 @@ _COLLECTIVE_S = 15
 ROADS = ("load", "step", "save", "save in the background")
 FAULTS = {"killed": 60, "out of memory": 75, "stopped": 120}
 """And how long ranks may take: a stopped rank is given up after a minute."""
-_ASYNC = "ranks/test_online.py -k async_trainers"
+_ASYNC = "ranks/test_online.py::test_async_trainers_"
+TRL = {
+    "AsyncGRPO and others on shards, 2 ranks": f"{_ASYNC}send_what_is_saved[2]",
+    "AsyncGRPO and others on shards, 4 ranks": f"{_ASYNC}send_what_is_saved[4] -mnightly",
+    "the same beside TRL alone, 2 ranks": f"{_ASYNC}train_as_trl_alone[2]",
+}
+"""TRL alone waits forever on the stand-in for the CUDA runtime."""
 STEPS = {
     f"{road}, {fault}, {count} ranks": limit_s
     for count, faults in ((2, FAULTS), (4, {"killed": 60}))
     for fault, limit_s in faults.items()
     for road in ROADS
 }
-STEPS = {**{name: STEPS[name] for name in [*STEPS][:8]}, "AsyncGRPO": 150, **STEPS}
+STEPS = {**{name: STEPS[name] for name in [*STEPS][:8]}, **dict.fromkeys(TRL, 100), **STEPS}
 HEADS = ("rank 0 says", "after s", "others", "stderr")
 
 
@@ -116,8 +122,8 @@ def rank_of(road: str, fault: str, folder: Path, source: Path) -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    if name == "AsyncGRPO":
-        return ranks.tested(_ASYNC, STEPS[name], options.device)
+    if name in TRL:
+        return ranks.tested(TRL[name], STEPS[name], options.device)
     road, fault, count = name.removesuffix(" ranks").rsplit(", ", 2)
     with tempfile.TemporaryDirectory() as place:
         folder, source = Path(place), Path(place, "model")

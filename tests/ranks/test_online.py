@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import Queue
 from threading import current_thread, main_thread
@@ -339,11 +339,11 @@ class Lessons(Rollouts):
 
 
 def by_segments(query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *_: Any, **options: Any) -> Any:
-    """Stands for FlashAttention 3 on CPUs: each segment sees the keys of its path, whose end it is."""
+    """Stands for FlashAttention 3: each segment sees the keys of its path, whose end it is."""
     found = []
     for i in range(len(starts) - 1):
         q, (k, v) = query[starts[i] : starts[i + 1]], (t[key_starts[i] : key_starts[i + 1]] for t in (key, value))
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         scale, shared = options["softmax_scale"], {"enable_gqa": True}
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **shared)
@@ -447,13 +447,26 @@ AS_TRL = ("adapter", "distilled")
 """TRL (1.16) sends stacked experts under names of its own, and fails where they have adapters."""
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_async_trainers_send_what_is_saved_and_train_as_trl_alone(ranks, folders, tmp_path):
+ON_RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+
+
+@pytest.fixture(scope="module")
+def on_shards(folders, tmp_path_factory):
+    """The losses of all ways on so many ranks, where each update is looked at."""
     cases = {name: partial(trained, name) for name in WAYS}
-    ours = run_ranks(run_cases, ranks, cases, folders, tmp_path / "ours", True)
-    theirs = run_ranks(run_cases, ranks, {name: cases[name] for name in AS_TRL}, folders, tmp_path / "theirs", False)
-    for name, losses in theirs[0].items():
-        assert len(set(losses)) == STEPS and ours[0][name] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
+    return cache(lambda ranks: run_ranks(run_cases, ranks, cases, folders, tmp_path_factory.mktemp("ours"), True)[0])
+
+
+@ON_RANKS
+def test_async_trainers_send_what_is_saved(ranks, on_shards):
+    assert {len(set(losses)) for losses in on_shards(ranks).values()} == {STEPS}
+
+
+@ON_RANKS
+def test_async_trainers_train_as_trl_alone(ranks, on_shards, folders, tmp_path):
+    cases = {name: partial(trained, name) for name in AS_TRL}
+    for name, losses in run_ranks(run_cases, ranks, cases, folders, tmp_path, False)[0].items():
+        assert on_shards(ranks)[name] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
 
 
 REQUESTS = (("pause", "resume", "update_weights"), ("the third tensor",))
