@@ -62,7 +62,8 @@ def as_markdown(cell: dict[str, Any]) -> str:
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":
         return source
-    parts = [f"```python\n{source}\n```"]
+    calls_shell = any(line.lstrip().startswith(("!", "%")) for line in source.splitlines())  # which is no Python
+    parts = [f"```{'text' if calls_shell else 'python'}\n{source}\n```"]
     for output in cell["outputs"]:
         data = output.get("data", {})
         if "image/png" in data:
