@@ -20,7 +20,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 FORECAST = Path(__file__).with_name("forecast.json")
 _BEGIN_S = 60
 """Seconds for imports and for what no alarm reaches."""
@@ -117,6 +116,7 @@ def table(script: Any, rows: dict[str, dict[str, Any]], foreseen: dict[str, Any]
 
 
 def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     options = parsed()
     script: Any = import_module(f"benchmarks.gpu.{options.script}")
     script.STEPS = {name: s * options.patience for name, s in script.STEPS.items() if options.only in name}
