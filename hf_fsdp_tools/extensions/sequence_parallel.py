@@ -213,9 +213,8 @@ def note_regions(model: Any, size: int, parts: int = 1) -> None:
         if not (tried := _tried(model, size, parts)):
             return
         problem = tried if regions is not blocks else problem
-    raise ConfigError(
-        f"sequence_parallel is not for {type(model).__name__}: {problem}. Leave it out; tp_size works without it."
-    )
+    cure = "Leave it out; tp_size works without it." if parts == 1 else "Leave it out, or cp_size."
+    raise ConfigError(f"sequence_parallel is not for {type(model).__name__}: {problem}. {cure}")
 
 
 def _decoder(model: Any) -> Any:
