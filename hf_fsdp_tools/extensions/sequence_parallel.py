@@ -10,6 +10,8 @@ of (batch, tokens / ranks, width); divided layers run on whole rows, as transfor
               readers are divided layers, of which each rank has a part of the gradient, and else cut out
     cut       after a region; where its last layer gives sums of ranks, one reduce-scatter in place of an all-reduce
 
+With context parallelism the same is done with a rank's part of each row (`Rows.spread`).
+
 Weights outside regions see own tokens: their gradients are summed over the group. A pass with a cache (`generate`), and
 one of rows that the ranks do not divide, keeps whole rows.
 """

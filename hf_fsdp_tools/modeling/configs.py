@@ -57,6 +57,14 @@ def has_angles(config: PreTrainedConfig) -> bool:
     return bool(getattr(text_config(config), "rope_parameters", None))
 
 
+def beyond_positions(limit: int) -> str:
+    """What is said of a model with angles (`has_angles`) whose rows are longer than its configuration has positions."""
+    return (
+        f"has {limit:,} positions, and angles beyond them, of which it has seen none; rope_parameters (YaRN) in its "
+        "config.json scale them to such lengths."
+    )
+
+
 _INNER = {"csm": ("depth_decoder", "depth_decoder_"), "kyutai_speech_to_text": ("codec_model", "codec_")}
 """By model type: a model inside that generates with settings of its own, and how the names of these settings begin in
 `generation_config.json`. Source: `from_pretrained` and `save_pretrained` of the two classes, transformers 5.23."""

@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors
 from hf_fsdp_tools.extensions.muon.muon import muon_options, wants_muon
-from hf_fsdp_tools.modeling.configs import has_angles, max_positions, text_config
+from hf_fsdp_tools.modeling.configs import beyond_positions, has_angles, max_positions, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.setups import check_generates
 from hf_fsdp_tools.scripting.tokenizer import class_options, hub_options, training_template
@@ -180,10 +180,7 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
     elif not has_angles(config):
         raise ConfigError(f"--max_length {length}: {has.format(positions)}. Use --max_length {positions}.")
     elif first:
-        print(
-            f"--max_length {length}: {has.format(positions)}, and angles beyond them, of which it has seen none; "
-            "rope_parameters (YaRN) in its config.json scale them to such lengths."
-        )
+        print(f"--max_length {length}: {name} {beyond_positions(positions)}")
 
 
 # ---- what is trained on ----

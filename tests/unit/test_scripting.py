@@ -397,7 +397,7 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, text, max_length=SFTConfig.max_length)  # which nobody asked for
     assert "--max_length 256: " in capsys.readouterr().out
     check(model, text, max_length=512)
-    assert "has 256 positions (by its config), and angles beyond them" in capsys.readouterr().out
+    assert "has 256 positions, and angles beyond them" in capsys.readouterr().out
     bare = AutoTokenizer.from_pretrained(model)
     bare.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template. Give --chat_template_path"):

@@ -27,7 +27,7 @@ from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, chunk_loss, notes_
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts, ranks_of_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
-from hf_fsdp_tools.modeling.configs import max_positions
+from hf_fsdp_tools.modeling.configs import beyond_positions, max_positions
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.packed import floats_held
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -80,7 +80,7 @@ def _followed(
     parameters, notes = tuple(_parameters(model, plan, setup)), [*said, *notes_of(model)]
     config = getattr(model, "config", None)
     if config is not None and setup.max_length > (limit := max_positions(config) or setup.max_length):
-        notes.append(f"The configuration has {limit:,} positions: write more there, and rope_parameters for them.")
+        notes.append(f"The configuration {beyond_positions(limit)}")
     reached = {event.parameter for event in events if isinstance(event, Gradient)}
     if missed := [each for each in parameters if each.requires_grad and each.fqn not in reached]:
         count, first = sum(each.numel for each in missed), ".".join(missed[0].fqn.split(".")[:-1][:2])
