@@ -17,9 +17,9 @@ one of rows that the ranks do not divide, keeps whole rows.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,8 @@ class Tokens:
     """Whether the latest forward pass is one without a cache."""
     is_cut: bool = False
     """Whether its rows are cut, which the ranks divide."""
+    seen: dict[int, bool] = field(default_factory=dict)
+    """By the tokens of hidden states between blocks, whether they are own: a block may run again after another pass."""
     length: int = 0
     """Tokens of whole rows of the region that runs."""
     whole_layers: bool = False
@@ -87,6 +89,11 @@ class Tokens:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
         """A copied model has its tokens in the same group, which cannot be copied."""
         return copy(self)
+
+    def follow(self, given: Iterable[Any]) -> None:
+        """Know whether these inputs in a block are of own tokens, also where it runs again."""
+        hidden = next((each for each in given if isinstance(each, torch.Tensor) and each.dim() > 2), None)
+        self.is_cut = self.is_cut if hidden is None else self.seen.get(hidden.shape[1], self.is_cut)
 
     @property
     def _name(self) -> str:
@@ -403,11 +410,13 @@ def _before_block(block: nn.Module, args: Any, kwargs: Any, *, tokens: Tokens, i
     """Own tokens of all that blocks take, but of what regions read whole: positions, masks."""
     names = [*inspect.signature(type(block).forward).parameters][1:]
     given = dict(zip(names, args, strict=False)) | kwargs
+    length = given[names[0]].shape[1]
     if is_first:
-        tokens.is_cut = tokens.may_cut and not given[names[0]].shape[1] % tokens.size
+        tokens.is_cut = tokens.may_cut and not length % tokens.size
+        tokens.seen[length // tokens.size if tokens.is_cut else length] = tokens.is_cut
     if not tokens.is_cut or Spread.of(block).is_region:  # the first block has whole rows
         return args, kwargs
-    length = given[names[0]].shape[1] * (1 if is_first else tokens.size)
+    length *= 1 if is_first else tokens.size
     cut = {
         name: _cut(value, tokens, False) if _is_of_tokens(name, value, length) else value
         for name, value in given.items()
@@ -423,6 +432,7 @@ def _is_of_tokens(name: str, value: Any, length: int) -> bool:
 
 def _before_region(module: nn.Module, args: Any, kwargs: Any, *, tokens: Tokens) -> Any:
     """Whole rows of own tokens."""
+    tokens.follow((*args, *kwargs.values()))
     if not tokens.is_cut:
         return args, kwargs
     own = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim() > 2)
@@ -466,6 +476,7 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, tokens: Tok
 
 def _run_on_own(inner: Any, *args: Any, module: nn.Module, tokens: Tokens, **kwargs: Any) -> Any:
     """Run a module whose weights see own tokens: their gradients are summed over the ranks."""
+    tokens.follow((*args, *kwargs.values()))
     if not tokens.is_cut:
         return inner(*args, **kwargs)
     return with_summed_gradients(inner, *args, module=module, summed=tokens.summed_back, **kwargs)

@@ -269,6 +269,19 @@ def own_tokens_of_parts(parent):
     layout_trains("gpt_oss", dims, parent, **OWN_TOKENS)
 
 
+def blocks_run_again_after_another_pass(parent):
+    """Two passes before one backward pass, with activation checkpointing: of rows that the ranks divide, and do not."""
+    folder, dims = folder_of("llama", parent), ParallelDims(tp_size=2)
+    model = from_pretrained(folder, mesh=dims, activation_checkpointing=True, **QUIET, **OWN_TOKENS).train()
+    plain = AutoModelForCausalLM.from_pretrained(folder).train()
+    _, mine = rows(dims, 0)
+    for each in (model, plain):
+        passes = [each(input_ids=ids, labels=ids, use_cache=False).loss for ids in (mine, mine[:, :-1], mine[:, :8])]
+        sum(passes).backward()
+    worst = max((apart(p.grad, plain.get_parameter(name).grad), name) for name, p in model.named_parameters())
+    assert worst[0] < 2e-5, worst
+
+
 def asked_as_transformers_does(parent):
     from transformers.distributed import DistributedConfig
 
@@ -317,7 +330,9 @@ def test_two_ranks_with_own_tokens_train_as_one_process(tmp_path):
     kinds = ("deepseek_v3", "gpt_oss", "llama4_text")
     cases = {kind: partial(layout_trains, kind, PAIRS[0], tmp_path, **OWN_TOKENS) for kind in kinds}
     cases["compiled"] = partial(layout_trains, "qwen3_moe", PAIRS[0], tmp_path, compile="aot_eager", **OWN_TOKENS)
-    run_ranks(run_cases, 2, cases | {"bytes": partial(own_tokens_lie_between_layers, tmp_path)})
+    own = (own_tokens_lie_between_layers, blocks_run_again_after_another_pass)
+    cases |= {each.__name__: partial(each, tmp_path) for each in own}
+    run_ranks(run_cases, 2, cases)
 
 
 @pytest.mark.nightly
